@@ -76,11 +76,12 @@ def build(
     named = to_mlx_names(weights)
     weights = get_text_weights(named)
     weights, conversion = convert_published(config, weights)
+    architecture = _find_architecture(config, whole)
     # a checkpoint of only the backbone has no head, although some configs declare one
     # (Qwen3-Embedding-8B)
     if lacks_lm_head(named) or "tie_word_embeddings" not in config:
         config = {**config, "tie_word_embeddings": "lm_head.weight" not in weights}
-    model = _build_architecture(_find_architecture(config, whole), config)
+    model = _build_architecture(architecture, config)
     weights = dict(model.sanitize(weights))
     if is_multimodal(whole):
         weights = drop_other_modules(weights, model)

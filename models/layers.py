@@ -113,6 +113,28 @@ class QuantizedStack(nn.Module):
         self.freeze()
 
 
+class CenteredNorm(nn.Module):
+    """Layer normalization (Ba et al. 2016), as `nn.LayerNorm`. On a CPU, our operations compute the
+    mean and the variance, because the summation order of MLX's depends on the number of rows."""
+
+    def __init__(self, dims: int, eps: float, *, weight: bool = True, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        if weight:
+            self.weight = mx.ones((dims,))
+        if bias:
+            self.bias = mx.zeros((dims,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        ops = kernels.ops(x)
+        if ops is None:
+            return mx.fast.layer_norm(x, self.get("weight"), self.get("bias"), self.eps)
+        size = x.shape[-1]
+        mean = ops.Matmul(ops.repack(mx.full((1, size), 1 / size)))(x)
+        normed = ops.rms_norm(x - mean, self.get("weight"), self.eps)
+        return normed + self.bias if "bias" in self else normed
+
+
 class GatedMLP(nn.Module):
     """Computes down(activation(gate(x)) * up(x)) (Shazeer 2020). projection_names: the names of
     gate, up and down."""

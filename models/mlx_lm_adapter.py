@@ -7,10 +7,12 @@ This is the only module that imports mlx-lm. It does so only when such a model i
 the import takes about a second (it imports transformers). Nothing is downloaded, and no code from a
 model's folder is run.
 
-The adapter has three disadvantages compared with native architectures. The rows of a batch are
-computed one by one, so batching gives no speedup. Context shift is not supported. The last chunk of
-a prompt computes the logits of all its positions, although only the last position needs them.
-Logits of earlier chunks are never computed.
+Linear layers, experts and norms are replaced by ours, and the attention is computed by our caches
+(models/mlx_lm_cache.py) where the class permits it. A trial, whose forward passes are never
+evaluated, finds this out, because a class may do anything with what it gets from a cache. The rows
+of a batch share a pass if the class can compute a batch, and if this does not change a bit on a
+CPU; otherwise they are computed one by one. Context shift is not supported, because it would need
+to know how a class rotates its keys.
 """
 
 import contextlib
@@ -20,20 +22,34 @@ import importlib
 import importlib.util
 import re
 import resource
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from models.attention_pieces import device_of_shape
 from models.attention_route import longest_query
-from models.base import Model, ModelError, SelectPositions, select_all
+from models.base import Model, ModelError, SelectPositions, select_all, select_last
 from models.checkpoint_config import explain_missing_library, num_query_heads
+from models.experts import ExpertLinear
 from models.kv import LayerCache, evaluate_caches
-from models.mlx_lm_cache import MlxLmBatch, MlxLmLayerCache, wrap_caches
-from models.mlx_lm_config import ClassKeys, find_class_keys, normalize_config
+from models.layers import CenteredNorm
+from models.mlx_lm_cache import (
+    AttentionTrait,
+    MlxLmBatch,
+    MlxLmLayerCache,
+    list_traits,
+    make_attention,
+    share_traits,
+    wrap_caches,
+)
+from models.mlx_lm_config import ClassKeys, find_class_keys, find_modules, normalize_config
+from models.quant import replace_leaves
 
 _LIBRARY = "mlx_lm"
 
@@ -55,6 +71,33 @@ _VOCAB_SIZE_KEYS = ("vocab_size", "padded_vocab_size", "n_vocab")
 
 # the prefixes of the text model in multimodal classes; see models/multimodal.py
 _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+
+# the modules that compute hidden states, to which a class applies its output layer
+_BACKBONES = ("language_model.model", "model", "transformer", "backbone")
+
+# Operations of MLX whose result for a row may depend on the number of rows or on their layout. The
+# means of norms that our operations do not compute end in `Rsqrt`.
+_VARIANT_PRIMITIVES = frozenset(
+    {
+        "AddMM",
+        "BlockMaskedMM",
+        "Convolution",
+        "GatherMM",
+        "GatherQMM",
+        "LayerNorm",
+        "LogSumExp",
+        "Matmul",
+        "QuantizedMatmul",
+        "RMSNorm",
+        "Rsqrt",
+        "ScaledDotProductAttention",
+        "SegmentedMM",
+    }
+)
+
+# the largest difference of logits between a batch and its rows on a GPU, which rounds differently,
+# as a part of the largest logit
+_MAX_BATCH_DIFFERENCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +187,44 @@ def _build_model(
         subclass = _subclass_model(classes, heads, normalized.window)
         made: Any = subclass(classes.arguments.from_dict(given))
     normalized.check_rope(made)
+    _replace_layers(made)
     # fail here rather than at the first request
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation cannot create caches for this config.json"
     ):
         made.make_kv()
     return made
+
+
+def _replace_layers(model: nn.Module) -> None:
+    """Replaces layers of mlx-lm and MLX by ours, for which the CPU has kernels. Their parameters
+    have the same names."""
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    def replace(_: str, layer: Any) -> Any:
+        if type(layer) is SwitchLinear:
+            experts, outputs, inputs = layer.weight.shape
+            return ExpertLinear(inputs, outputs, experts, bias="bias" in layer)
+        if type(layer) is nn.LayerNorm:
+            return CenteredNorm(
+                layer.dims, layer.eps, weight="weight" in layer, bias="bias" in layer
+            )
+        return layer
+
+    replace_leaves(model, replace)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """How the caller uses a class, as found by forward passes that evaluate nothing.
+
+    traits: of the attention layers. selects: whether positions can be selected before the output
+    layer. batches: whether a pass over several sequences is possible. Without a trial, nothing is.
+    """
+
+    traits: Sequence[AttentionTrait]
+    selects: bool
+    batches: bool
 
 
 def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> Any:
@@ -159,18 +234,35 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
     base, cache = classes.model, _import_cache()
 
     class MlxLmModel(base):
-        # MLX's norms and attention select the summation order by shape
-        batch_invariant: ClassVar[bool] = False
         kv_dtype: mx.Dtype | None = None
+        # positions are selected before the output layer, whatever the device is
+        selects_logits: ClassVar[bool] = True
+        _traits: Sequence[AttentionTrait] | None = None
+        _trial: _Trial | None = None
+        _shares: bool | None = None
+
+        @property
+        def batch_invariant(self) -> bool:
+            """Whether all operations of a pass are batch-invariant, with the layers that the model
+            has now. Nothing is evaluated."""
+            if not self._find_trial().batches:
+                return False
+            kv, tokens = self._make_short_caches(), mx.zeros((2, 1), mx.int32)
+            outputs = [self(tokens[:1], kv[0]), self._forward_batch(tokens, _batch(kv))]
+            states = [layer.state() for row in kv for layer in row]
+            return not _list_primitives([outputs, states]) & _VARIANT_PRIMITIVES
 
         def __call__(
             self, tokens: mx.array, kv: Sequence[Any], select: SelectPositions = select_all
         ) -> mx.array:
             """Returns the logits [B, L, V] of tokens [B, L]. They are lazy. `logits` returns its
             input."""
+            self._find_trial()
             if not isinstance(kv[0], MlxLmBatch):
-                return select(_forward_in_parts(self._forward, tokens, kv))
-            return select(_forward_rows(self._forward, tokens, kv))
+                return _forward_in_parts(self._forward, tokens, kv, select)
+            if self.shares_pass:
+                return self._forward_batch(tokens, kv, select)
+            return _forward_rows(self._forward, tokens, kv, select)
 
         def logits(self, hidden: mx.array) -> mx.array:
             return hidden
@@ -180,7 +272,11 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
                 made = cache.make_prompt_cache(self)
             else:
                 made = [cache.RotatingKVCache(max_size=window) for _ in self.layers]
-            return wrap_caches(made, cache, heads=heads, dtype=self.kv_dtype)
+            layers = wrap_caches(made, cache, heads=heads, dtype=self.kv_dtype)
+            if self._traits is None:
+                self._keep("_traits", tuple(list_traits(layers)))
+            share_traits(layers, self._traits or ())
+            return layers
 
         def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
             return False
@@ -192,49 +288,198 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
             with _as_model_error(f"mlx-lm's {classes.kind} implementation rejects these tensors"):
                 return super().sanitize(weights)
 
-        def _forward(self, tokens: mx.array, kv: Sequence[MlxLmLayerCache]) -> mx.array:
+        @property
+        def may_share_pass(self) -> bool:
+            """Whether the rows of a batch can be computed in one pass. On a CPU, this must not
+            change a bit. Nothing is evaluated."""
+            return self._find_trial().batches and (not _on_cpu() or self.batch_invariant)
+
+        @property
+        def shares_pass(self) -> bool:
+            """Whether the rows of a batch are computed in one pass. The first call evaluates a
+            short batch, because a class may use the positions of a batch in a way that only the
+            numbers show."""
+            if self._shares is None:
+                equal = self.may_share_pass and self._has_equal_rows(exact=_on_cpu())
+                self._keep("_shares", equal)
+            return bool(self._shares)
+
+        def _has_equal_rows(self, *, exact: bool) -> bool:
+            kv, twins = self._make_short_caches(), self._make_short_caches()
+            tokens = mx.zeros((len(kv), 1), mx.int32)
+            together = self._forward_batch(tokens, _batch(kv))
+            alone = _forward_rows(self._forward, tokens, _batch(twins))
+            if exact:
+                return bool(mx.array_equal(together, alone, equal_nan=True).item())
+            difference = mx.abs(together - alone).max() / mx.abs(alone).max()
+            return bool((difference < _MAX_BATCH_DIFFERENCE).item())
+
+        def _make_short_caches(self) -> list[list[Any]]:
+            """Returns the caches of sequences of different lengths."""
+            rows: list[list[Any]] = []
+            for length in (3, 2):
+                rows.append(self.make_kv())
+                self._forward(mx.arange(length)[None], rows[-1])
+            return rows
+
+        def _find_trial(self) -> _Trial:
+            if self._trial is None:
+                self._keep("_trial", _Trial(self._traits or (), selects=False, batches=False))
+                self._keep("_trial", self._run_trial())
+            assert self._trial is not None
+            return self._trial
+
+        def _run_trial(self) -> _Trial:
+            self.make_kv()
+            traits = self._traits or ()
+            # the source text says that a pass would be evaluated
+            if classes.keys.reads("item", "tolist", "eval"):
+                return _Trial(traits, selects=False, batches=False)
+            for trait in traits:
+                trait.calls = 0
+            kv: Any = self.make_kv()
+            for tokens in (mx.zeros((1, 3), mx.int32), mx.zeros((1, 1), mx.int32)):
+                self._forward(tokens, kv)
+            for trait in traits:
+                trait.attends, trait.calls = trait.calls == 2, None
+            self._keep("_trial", _Trial(traits, selects=True, batches=False))
+            kv = self.make_kv()
+            shape = self._forward(mx.zeros((1, 3), mx.int32), kv, select_last).shape
+            selects = shape[:-1] == (1, 1)
+            self._keep("_trial", _Trial(traits, selects=selects, batches=False))
+            return _Trial(traits, selects=selects, batches=self._can_batch())
+
+        def _can_batch(self) -> bool:
+            try:
+                kv = self._make_short_caches()
+                logits = self._forward_batch(mx.zeros((len(kv), 1), mx.int32), _batch(kv))
+            except Exception:  # the class may do anything with a batch
+                return False
+            return logits.shape[:-1] == (2, 1)
+
+        def _keep(self, name: str, value: Any) -> None:
+            # not among the parameters, as MLX's modules keep sequences
+            object.__setattr__(self, name, value)
+
+        def _forward(
+            self,
+            tokens: mx.array,
+            kv: Sequence[MlxLmLayerCache],
+            select: SelectPositions = select_all,
+        ) -> mx.array:
             end = kv[0].offset + tokens.shape[1]
             wrapped = [layer.to_mlx_lm(cache) for layer in kv]
             with _as_model_error(f"mlx-lm's {classes.kind} implementation fails with this config"):
-                logits: mx.array = super().__call__(tokens, cache=wrapped)
+                logits = self._select_logits(tokens, wrapped, select)
             for layer, given in zip(kv, wrapped, strict=True):
                 if not layer.update_from_mlx_lm(given, tokens.shape[1]) or layer.offset != end:
                     raise _unsupported_cache_error(classes.kind)
             return logits
 
+        def _forward_batch(
+            self, tokens: mx.array, kv: Sequence[MlxLmBatch], select: SelectPositions = select_all
+        ) -> mx.array:
+            wrapped = [layer.to_mlx_lm(cache) for layer in kv]
+            logits = self._select_logits(tokens, wrapped, select)
+            for layer, given in zip(kv, wrapped, strict=True):
+                layer.update_from_mlx_lm(given)
+            return logits
+
+        def _select_logits(
+            self, tokens: mx.array, wrapped: Sequence[Any], select: SelectPositions
+        ) -> mx.array:
+            backbone = _find_backbone(self) if self._find_trial().selects else None
+            if backbone is None:
+                return select(super().__call__(tokens, cache=wrapped))
+            with _select_outputs(backbone, select):
+                return super().__call__(tokens, cache=wrapped)
+
     return MlxLmModel
 
 
+def _on_cpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+def _find_backbone(model: Any) -> Any:
+    """Returns the module that computes hidden states, to which the model applies its output layer.
+    Returns None if it is not known."""
+    for path in _BACKBONES:
+        module = model
+        for name in path.split("."):
+            module = module.get(name) if isinstance(module, nn.Module) else None
+        if isinstance(module, nn.Module):
+            return module
+    return None
+
+
+@contextlib.contextmanager
+def _select_outputs(module: nn.Module, select: SelectPositions) -> Generator[None]:
+    """While the context is active, calls of the module return a selection of positions."""
+    kind: Any = type(module)
+
+    class Selecting(kind):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return select(super().__call__(*arguments, **options))
+
+    module.__class__ = Selecting
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+
+
+def _batch(rows: Sequence[Sequence[Any]]) -> list[MlxLmBatch]:
+    """Returns the batch of each layer, for the caches of several sequences."""
+    offsets = mx.array([row[0].offset for row in rows])
+    return [layers[0].make_batch(layers, offsets) for layers in zip(*rows, strict=True)]
+
+
+def _list_primitives(outputs: Any) -> set[str]:
+    """Returns the names of the operations in the graph of arrays that are not evaluated."""
+    arrays: Any = [array for _, array in tree_flatten(outputs)]
+    with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
+        mx.export_to_dot(file.name, *arrays)
+        return set(re.findall(r'label ="([^"]*)", shape=rectangle', file.read()))
+
+
+_Forward = Callable[[mx.array, Sequence[MlxLmLayerCache], SelectPositions], mx.array]
+
+
 def _forward_rows(
-    forward: Callable[[mx.array, Sequence[MlxLmLayerCache]], mx.array],
+    forward: _Forward,
     tokens: mx.array,
     kv: Sequence[Any],
+    select: SelectPositions = select_all,
 ) -> mx.array:
     """Computes one row of a batch at a time. kv: an MlxLmBatch per layer."""
     rows: Any = zip(*(layer.rows for layer in kv), strict=True)
     return mx.concatenate(
         [
-            forward(tokens[i : i + 1], row)
+            forward(tokens[i : i + 1], row, select)
             for i, row in enumerate(cast(Sequence[Sequence[MlxLmLayerCache]], list(rows)))
         ]
     )
 
 
 def _forward_in_parts(
-    forward: Callable[[mx.array, Sequence[MlxLmLayerCache]], mx.array],
+    forward: _Forward,
     tokens: mx.array,
     kv: Sequence[MlxLmLayerCache],
+    select: SelectPositions,
 ) -> mx.array:
     """Computes fewer positions at a time if the scores of all of them would not fit into one piece
     (models/attention_route.py), because mlx-lm does not compute pieces."""
     length = tokens.shape[1]
     step = _longest_part(kv, length)
+    if step >= length:
+        return forward(tokens, kv, select)
     parts: list[mx.array] = []
     for start in range(0, length, step):
         if parts:
             evaluate_caches(kv)
-        parts.append(forward(tokens[:, start : start + step], kv))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        parts.append(forward(tokens[:, start : start + step], kv, select_all))
+    return select(mx.concatenate(parts, axis=1))
 
 
 def _longest_part(kv: Sequence[MlxLmLayerCache], length: int) -> int:
@@ -321,6 +566,12 @@ def _resolve_kind(kind: str, config: Mapping[str, Any]) -> _ModelClasses | None:
     if module is None:
         return None
     keys = find_class_keys(module)
+    base = _import_base()
+    for one in find_modules(module):
+        if vars(one).get("scaled_dot_product_attention") is base.scaled_dot_product_attention:
+            vars(one)["scaled_dot_product_attention"] = make_attention(
+                base.scaled_dot_product_attention
+            )
     return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs, keys=keys)
 
 
@@ -352,6 +603,12 @@ def _import_cache() -> Any:
     from mlx_lm.models import cache
 
     return cache
+
+
+def _import_base() -> Any:
+    from mlx_lm.models import base
+
+    return base
 
 
 @contextlib.contextmanager

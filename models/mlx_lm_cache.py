@@ -3,16 +3,24 @@
 Knows: that interface (mlx_lm/models/cache.py), the interface of models/kv.py. Must not know:
 architectures. mlx-lm's cache module is not imported here. It is passed as an argument where its
 classes are needed.
+
+An attention layer of mlx-lm gives new keys and values to its cache, gets those of all positions,
+and calls one function with them, `scaled_dot_product_attention`. This function is replaced
+(models/mlx_lm_adapter.py), so that the cache can compute the attention with our operations, for one
+sequence or for the rows of a batch. For such a layer, the cache returns the new keys and values
+unchanged, and the function recognizes them (`AttentionTrait`). A trial finds out which layers are
+of this kind. All other layers get the keys and values of all positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
 from models.attention_route import AttentionShape
 from models.base import ModelError
+from models.batch_cache import BatchKVCache
 from models.checkpoint_config import DEFAULT_QUERY_HEADS
 from models.kv import KVBuffers, KVCache, LayerCache, set_kv_dtype
 from models.recurrent import RecurrentCache
@@ -20,14 +28,102 @@ from models.rotating_kv import RotatingKVCache
 from models.sdpa import Mask
 
 
-class _MlxLmKVMixin(KVBuffers):
-    """The methods that mlx-lm's two kinds of attention caches share. mlx-lm computes attention with
-    MLX's operations."""
+class NotBatchableError(Exception):
+    """A class of mlx-lm does something with a batch of caches that only a single cache supports."""
 
-    supports_in_place = False
+
+class AttentionTrait:
+    """What is known of an attention layer of a model. The caches of all sequences share it.
+
+    attends: whether the layer only calls `scaled_dot_product_attention` with what it gets from its
+    cache, and with no mask of its own, so that the cache may compute the attention. calls: while a
+    trial runs, the number of such calls, or None if the layer does anything else.
+    """
+
+    def __init__(self) -> None:
+        self.attends = False
+        self.calls: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """The new keys and values that a layer got back from its cache."""
+
+    keys: mx.array
+    values: mx.array
+
+
+def make_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Returns the replacement of mlx-lm's `scaled_dot_product_attention`. original: computes the
+    attention of all other caches."""
+
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        if isinstance(cache, _MlxLmKVMixin | MlxLmBatchKV):
+            seen = cache.attend_pending(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            if seen is not None:
+                return seen
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return scaled_dot_product_attention
+
+
+class _MlxLmKVMixin(KVBuffers):
+    """The methods that mlx-lm's two kinds of attention caches share. trait: of their layer."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.trait = AttentionTrait()
+        self._pending: _Pending | None = None
+
+    @property
+    def supports_in_place(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.trait.attends
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return self.update(keys, values)
+        if not self.trait.attends:
+            keys, values = self.update(keys, values)
+        self._pending = _Pending(keys, values)
+        return keys, values
+
+    def attend_pending(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Computes attention if the keys and values are those that the layer got from this cache.
+        Otherwise, or if the attention is mlx-lm's, returns None."""
+        pending, self._pending = self._pending, None
+        fetched = pending is not None and keys is pending.keys and values is pending.values
+        plain = fetched and not isinstance(mask, mx.array)
+        if self.trait.calls is not None:
+            self.trait.calls = self.trait.calls + 1 if plain else -1000
+        if not self.trait.attends:
+            return None
+        if not plain:
+            raise ModelError("attention with a mask that differs from that of the first positions")
+        return self.attend(queries, keys, values, scale=scale, sinks=sinks)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the layer has not used the keys and values that it got."""
+        return self._pending is not None
+
+    def _adopt(self, other: "_MlxLmKVMixin") -> Self:
+        self.trait = other.trait
+        return self
 
     @property
     def keys(self) -> mx.array | None:
@@ -56,6 +152,12 @@ class MlxLmKVCache(_MlxLmKVMixin, KVCache):
             return _window_mask(self.offset, length, window_size)
         return self.mask(length)
 
+    def slice(self, start: int, end: int) -> Self:
+        return super().slice(start, end)._adopt(self)
+
+    def make_batch(self, rows: Sequence[Any], offsets: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return MlxLmBatchKV(rows, offsets)
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._keys is not None
         assert self._values is not None
@@ -72,7 +174,12 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
             raise ModelError("a sliding window smaller than its cache is not supported")
         if return_array and length > 1:
             return _window_mask(min(self._length, self.window - 1), length, self.window)
+        if self.trait.attends or self.trait.calls is not None:
+            return None if length == 1 else "causal"  # `attend` makes the mask
         return self.mask(length)
+
+    def make_batch(self, rows: Sequence[Any], offsets: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return MlxLmBatchKV(rows, offsets)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._keys is not None
@@ -84,7 +191,7 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
         twin.dtype = plain.dtype
         twin.offset, twin._length, twin._head = plain.offset, plain._length, plain._head
         twin._keys, twin._values = plain._keys, plain._values
-        return twin
+        return twin._adopt(self)
 
 
 class MlxLmChunkedKVCache(MlxLmKVCache):
@@ -147,6 +254,9 @@ class MlxLmLayerCache:
         for part in self.caches:
             if not isinstance(part, KVBuffers) or not part.state():
                 continue
+            if part.supports_in_place:
+                shapes.extend(part.attention_shapes)
+                continue
             keys, values = part.state()
             heads, kv_heads = max(self._heads, keys.shape[1]), keys.shape[1]
             shapes.append(
@@ -199,7 +309,7 @@ class MlxLmLayerCache:
         return [array for part in self.caches for array in part.state()]
 
     def make_batch(self, rows: Sequence["MlxLmLayerCache"], offsets: mx.array) -> "MlxLmBatch":
-        return MlxLmBatch(rows)
+        return MlxLmBatch(rows, offsets)
 
     def to_mlx_lm(self, library: Any) -> Any:
         """Returns the cache that the mlx-lm layer gets for one step."""
@@ -223,11 +333,108 @@ class MlxLmLayerCache:
         return MlxLmLayerCache(parts, is_cache_list=self.is_cache_list, heads=self._heads)
 
 
+class MlxLmBatchKV:
+    """The attention caches of one layer, for one new position of several sequences. offset: of the
+    sequences, [B]."""
+
+    def __init__(self, rows: Sequence[Any], offsets: mx.array) -> None:
+        self._rows = rows
+        self._pending: _Pending | None = None
+        self.offset = offsets
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if not self._rows[0].trait.attends:
+            raise NotBatchableError
+        self._pending = _Pending(keys, values)
+        return keys, values
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> Mask:
+        if length != 1 or (window_size is not None and not self._rows[0].windowed):
+            raise NotBatchableError
+        return None
+
+    def attend_pending(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        pending, self._pending = self._pending, None
+        if pending is None or keys is not pending.keys or values is not pending.values:
+            raise NotBatchableError
+        if isinstance(mask, mx.array):
+            raise NotBatchableError
+        rows = BatchKVCache(self._rows, self.offset)
+        return rows.attend(queries, keys, values, scale=scale, sinks=sinks)
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None
+
+
 @dataclass(frozen=True, slots=True)
 class MlxLmBatch:
-    """The caches of one layer, for several sequences."""
+    """The caches of one layer, for several sequences. offsets: of the sequences, [B]."""
 
     rows: Sequence[MlxLmLayerCache]
+    offsets: mx.array
+
+    def to_mlx_lm(self, library: Any) -> Any:
+        """Returns the cache that the mlx-lm layer gets for one step of all rows."""
+        first = self.rows[0]
+        parts = zip(*(row.caches for row in self.rows), strict=True)
+        given = [self._convert(part, library) for part in parts]
+        return library.CacheList(*given) if first.is_cache_list else given[0]
+
+    def _convert(self, rows: Sequence[Any], library: Any) -> Any:
+        if not isinstance(rows[0], MlxLmArraysCache):
+            return rows[0].make_batch(rows, self.offsets)
+        given = library.ArraysCache(rows[0].slots)
+        for slot in range(rows[0].slots):
+            states = [row[slot] for row in rows]
+            if all(state is not None for state in states):
+                given[slot] = mx.concatenate(states)
+            elif any(state is not None for state in states):
+                raise NotBatchableError
+        return given
+
+    def update_from_mlx_lm(self, cache: Any) -> None:
+        """Reads the states after a step. Raises NotBatchableError if a layer did not compute the
+        attention."""
+        first = self.rows[0]
+        for i, one in enumerate(cache.caches if first.is_cache_list else [cache]):
+            if isinstance(one, MlxLmBatchKV):
+                if one.is_pending:
+                    raise NotBatchableError
+                continue
+            rows: Sequence[Any] = [row.caches[i] for row in self.rows]
+            for slot in range(rows[0].slots):
+                if one[slot] is not None:
+                    states = mx.split(one[slot], len(rows))
+                    for row, state in zip(rows, states, strict=True):
+                        row[slot] = state
+            for row in rows:
+                row.advance(1)
+
+
+def list_traits(layers: Sequence[Any]) -> list[AttentionTrait]:
+    """Returns the traits of the attention caches, in the order of layers and parts."""
+    parts = [part for layer in layers for part in layer.caches]
+    return [part.trait for part in parts if isinstance(part, _MlxLmKVMixin)]
+
+
+def share_traits(layers: Sequence[Any], traits: Sequence[AttentionTrait]) -> None:
+    """Gives the traits of a model to the caches of a sequence."""
+    parts = [part for layer in layers for part in layer.caches]
+    caches = [part for part in parts if isinstance(part, _MlxLmKVMixin)]
+    for cache, trait in zip(caches, traits, strict=True):
+        cache.trait = trait
 
 
 def _wrap_layer(cache: Any, library: Any, heads: int) -> MlxLmLayerCache:

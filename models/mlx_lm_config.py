@@ -219,7 +219,7 @@ def find_class_keys(module: ModuleType) -> ClassKeys:
     imports, on which its classes are based, are included."""
     arguments: dict[str, bool] = {}
     used: set[str] = set()
-    for one in _find_modules(module):
+    for one in find_modules(module):
         for kind in vars(one).values():
             if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
                 for each in dataclasses.fields(kind):
@@ -237,7 +237,7 @@ def find_class_keys(module: ModuleType) -> ClassKeys:
     )
 
 
-def _find_modules(module: ModuleType) -> Sequence[ModuleType]:
+def find_modules(module: ModuleType) -> Sequence[ModuleType]:
     """Returns the module, and the modules of other architectures from which it imports."""
     found, waiting = dict[str, ModuleType](), [module]
     while waiting:

@@ -60,6 +60,7 @@ def _build_report(
         "converted": contents.conversion and contents.conversion.describe(),
         "bits": round(contents.bits_per_parameter, 3),
         "kinds": contents.by_format,
+        "batched": contents.shares_pass,
         "context_length": files.context_length,
         "vocab_size": files.vocab_size,
         "template": _find_template_file(files),
@@ -87,6 +88,8 @@ def _render_lines(
         yield "converted", contents.conversion.describe()
         sizes = format_bytes(files.weight_bytes), format_bytes(contents.nbytes)
         yield "", f"{sizes[0]} in the files, {sizes[1]} in memory"
+    if not contents.shares_pass:
+        yield "batching", "none: sequences are computed one by one"
     yield "context", f"{files.context_length} tokens"
     yield "vocabulary", f"{files.vocab_size} ids"
     yield "chat template", _find_template_file(files) or "none"

@@ -159,6 +159,8 @@ def _load(
     if settings.experimental_metal:
         for reason in apply_gpu_layout(model):
             log.warning("%s", reason)
+    if not getattr(model, "may_share_pass", True):
+        log.info("%s: sequences are computed one by one, because its class is mlx-lm's", files.name)
     memory = _profile_memory(model, fit, files, settings)
     if kv_bytes is not None:
         memory = replace(memory, budget=memory.weights + memory.working + kv_bytes)

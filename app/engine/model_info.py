@@ -69,12 +69,15 @@ class ParameterCount:
     by_format: the number of parameters by storage format (`4-bit affine`, `bfloat16`), most common
         format first.
     conversion: how weights in a format of another quantizer are converted, if there are any.
+    shares_pass: whether the rows of a batch are computed in one pass; False for some classes of
+        mlx-lm.
     """
 
     parameters: int
     nbytes: int
     by_format: Mapping[str, int]
     conversion: Conversion | None = None
+    shares_pass: bool = True
 
     @property
     def bits_per_parameter(self) -> float:
@@ -97,6 +100,7 @@ def count_parameters(files: ModelFiles) -> ParameterCount:
         nbytes=nbytes,
         by_format=dict(kinds.most_common()),
         conversion=architectures.get_conversion(model),
+        shares_pass=getattr(model, "may_share_pass", True),
     )
 
 

@@ -272,7 +272,7 @@ class ModelRunner:
 
     def _forward(self, tokens: mx.array, kv: Ids[object], select: SelectPositions) -> mx.array:
         """Returns the selected hidden states."""
-        if self._selects:
+        if self._selects or getattr(self._model, "selects_logits", False):
             return self._model(tokens, kv, select)
         return select(self._model(tokens, kv))
 

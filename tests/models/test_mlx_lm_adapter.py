@@ -12,11 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.cache as theirs
+import numpy as np
 import pytest
 from mlx_lm.models import starcoder2
 
-from models import architectures
-from models.base import Model, ModelError
+from models import architectures, kernels, mlx_lm_adapter
+from models.base import Model, ModelError, select_last
+from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests.models import parity
 from tests.models.architectures import Case
 
@@ -43,10 +45,26 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 PLAIN: dict[str, Any] = {"model_type": "starcoder2", **TINY}
+DBRX: dict[str, Any] = {
+    "vocab_size": 101,
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 512,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+}
 
 # one config for each kind of cache and of cache operation
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "plain": PLAIN,
+    "experts": {
+        "model_type": "olmoe",
+        **TINY,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "windows": {
         "model_type": "cohere2",
         **TINY,
@@ -300,13 +318,13 @@ def test_the_error_for_an_unsupported_cache_names_its_class(
 def test_a_cache_that_does_not_advance_by_position_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(PLAIN, tmp_path)
     monkeypatch.setattr(
         starcoder2.Model,
         "make_cache",
         lambda _: [theirs.KVCache() for _ in range(3)],
         raising=False,
     )
+    model = load_model(PLAIN, tmp_path)
     with pytest.raises(ModelError, match="does not advance by one entry per position"):
         model(mx.array([[1, 2, 3]]), model.make_kv())
 
@@ -329,3 +347,78 @@ def test_context_shift_is_not_supported(tmp_path: Path) -> None:
     mx.eval(model(mx.array([[1, 2, 3, 4]]), kv))
     assert not model.shift(kv, 1, 2)
     assert [layer.offset for layer in kv] == [4, 4]
+
+
+# the classes of these configs have only batch-invariant operations with our kernels
+BATCHED = ("plain", "experts", "windows", "head-with-another-name")
+
+
+@pytest.mark.skipif(kernels.ops() is None, reason="the rows share a pass with the kernels only")
+@pytest.mark.parametrize("name", BATCHED)
+def test_the_rows_of_a_batch_share_a_pass_and_have_the_bits_of_each_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, lengths = CONFIGS[name], (1, 3, 17, 9, 6)
+    model: Any = load_model(config, tmp_path)
+    apply_cpu_layout(model)
+    assert is_batch_invariant(model)
+    assert model.shares_pass
+    case = Case(name=name, config=config)
+    prompts = [parity.ids(case, length, seed=length) for length in lengths]
+    steps = [parity.ids(case, 9, seed=100 + length) for length in lengths]
+    alone = [
+        parity.prefill(model, [*prompt, *more], [len(prompt) + 9])[-9:]
+        for prompt, more in zip(prompts, steps, strict=True)
+    ]
+    monkeypatch.setattr(mlx_lm_adapter, "_forward_rows", None)
+    np.testing.assert_array_equal(parity.decode_batch(model, prompts, steps), np.stack(alone))
+
+
+def test_a_class_that_cannot_compute_a_batch_gets_one_row_at_a_time(tmp_path: Path) -> None:
+    """Gemma 3n shares keys and values among layers."""
+    model: Any = load_model(CONFIGS["multimodal"], tmp_path)
+    apply_cpu_layout(model)
+    assert not model.may_share_pass
+    assert not is_batch_invariant(model)
+
+
+@pytest.mark.skipif(kernels.ops() is None, reason="the rows share a pass with the kernels only")
+def test_a_class_that_uses_the_positions_of_a_batch_wrongly_gets_one_row_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the numbers show it."""
+    call = starcoder2.Attention.__call__
+
+    def misuse(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        first = cache.offset if isinstance(cache.offset, int) else cache.offset[0]
+        return call(self, x, mask, cache) + 0.01 * first
+
+    monkeypatch.setattr(starcoder2.Attention, "__call__", misuse)
+    model: Any = load_model(PLAIN, tmp_path)
+    apply_cpu_layout(model)
+    assert model.may_share_pass
+    assert not model.shares_pass
+
+
+def test_a_pass_that_would_be_evaluated_has_no_trial(tmp_path: Path) -> None:
+    """Its weights may not be read yet."""
+    config = {"model_type": "dbrx", **DBRX}
+    model: Any = load_model(config, tmp_path)
+    assert not any(trait.attends for trait in model._find_trial().traits)
+    assert not model.may_share_pass
+
+
+def test_logits_are_computed_for_the_selected_positions_only(tmp_path: Path) -> None:
+    length, vocab = 256, 40000
+    model: Any = load_model({**PLAIN, "vocab_size": vocab}, tmp_path)
+    expected = np.array(model(mx.array([[7, 8, 9]]), model.make_kv()))
+    kv = model.make_kv()
+    mx.eval(model(mx.array([[1]]), kv))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    logits = model(mx.array([[7] * length]), kv, select_last)
+    assert logits.shape == (1, 1, vocab)
+    mx.eval(logits)
+    assert mx.get_peak_memory() - before < 4 * length * vocab // 2
+    got = model(mx.array([[7, 8, 9]]), model.make_kv(), lambda hidden: hidden[:, 1:])
+    np.testing.assert_allclose(np.array(got), expected[:, 1:], atol=1e-5)
