@@ -18,6 +18,8 @@ from models.gguf.reader import GGUFError, GGUFFile, UnsupportedError, read_float
 
 Config = dict[str, Any]
 
+_MAX_LAYERS = 4096
+
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 # tensors that do not become parameters: factors of rotary frequencies, which the config contains
@@ -191,7 +193,7 @@ def rename_tensors(file: GGUFFile) -> dict[str, str]:
 def count_layers(metadata: Metadata) -> int:
     """Returns the number of layers without those for multi-token prediction, which follow."""
     layers = metadata.integer("block_count") - metadata.integer("nextn_predict_layers", 0)
-    if layers < 1:
+    if not 0 < layers <= _MAX_LAYERS:  # lists with an entry per layer are made
         raise GGUFError(f"{metadata.file.path}: the model has {layers} layers")
     return layers
 

@@ -223,6 +223,7 @@ def test_a_missing_key_is_named(tmp_path):
     [
         (text_entry("llama.block_count", "two"), "'two', but must be an integer"),
         (int_entry("llama.block_count", 0), "the model has 0 layers"),
+        (int_entry("llama.block_count", (1 << 31) - 1), "the model has 2147483647 layers"),
     ],
 )
 def test_an_invalid_value_is_named(tmp_path, entry: bytes, reason: str):
