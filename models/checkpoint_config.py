@@ -41,6 +41,7 @@ ALIASES: Mapping[str, str] = {
     "lfm2_vl": "lfm2",
     "minicpmv4_7": "qwen3_5",
     "ministral": "mistral",
+    "muse_glimmer_text": "muse_glimmer",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl": "qwen2",

@@ -236,7 +236,7 @@ class GroupedTopKMoE(nn.Module):
     def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Returns the selected experts and their weights, each [..., k], for hidden states [...,
         D]. They are computed in float32, because the selection depends on small differences."""
-        logits = self.gate(x.astype(mx.float32))
+        logits = self.router_logits(x.astype(mx.float32))
         if "e_score_correction_bias" in self:
             scores = mx.sigmoid(logits)
             ranked = scores + self.e_score_correction_bias
@@ -247,6 +247,10 @@ class GroupedTopKMoE(nn.Module):
         if self.norm_topk_prob:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + 1e-20)
         return chosen, shares * self.scale
+
+    def router_logits(self, x: mx.array) -> mx.array:
+        """Returns the logits [..., E] of the experts."""
+        return self.gate(x)
 
     def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
         """Masks all groups except those whose two best experts have the highest sum of scores."""

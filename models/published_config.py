@@ -39,13 +39,15 @@ class PublishedConfig:
     dtype: the type of weights for which MLX has no packing, "bfloat16" or "float16". zero_offset:
     the difference of a zero point of GPTQ and the stored number. bits: the number of bits of packed
     weights, if all have the same. block: the rows and columns of a block with one scale.
-    has_exponent_scales: whether scales are declared to be powers of two.
+    has_act_order: whether inputs may be assigned to groups in any order. has_exponent_scales:
+    whether scales are declared to be powers of two.
     """
 
     dtype: str
     zero_offset: int
     bits: int | None
     block: tuple[int, int] | None
+    has_act_order: bool
     has_exponent_scales: bool
 
 
@@ -74,6 +76,7 @@ def read_published_config(config: Mapping[str, Any]) -> PublishedConfig:
         zero_offset=0 if _gptq_layout(settings) == "gptq_v2" else 1,
         bits=next((each for each in PACKED_BITS if bits and bits == [each] * len(bits)), None),
         block=_read_block(block),
+        has_act_order=bool(settings.get("desc_act")) or any(g.get("actorder") for g in weights),
         has_exponent_scales=settings.get("scale_fmt") == "ue8m0",
     )
 
