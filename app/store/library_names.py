@@ -2,8 +2,8 @@
 
 Knows: the table of names. Must not know: the network, the installed models.
 
-A tag is the size of the model, as in Ollama. Ollama's own files are in GGUF, which MLX cannot run,
-so a name selects the repository with 4-bit weights of the same model. The suffix of a tag
+A tag is the size of the model, as in Ollama. Ollama's own files are in GGUF; for a download, a name
+selects the repository with 4-bit weights of the same model in MLX's format. The suffix of a tag
 selects other weights: `-q8_0` the 8-bit ones, `-fp16` those with 16 bits. The repositories belong
 to the organization mlx-community, except for those that name another one.
 """
