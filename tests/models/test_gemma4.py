@@ -87,7 +87,7 @@ CASES = [
     Case(name="31b", config=DENSE, quantized=("affine-4", "affine-8")),
     Case(name="26b-a4b", config=MOE, quantized=("affine-4", "affine-8", "mxfp4")),
     Case(
-        name="unscaled-positions",
+        name="windowless",
         config={**E2B, "final_logit_softcapping": None, "sliding_window": 600},
     ),
     Case(name="12b", config=UNIFIED, quantized=("affine-4", "affine-8")),
