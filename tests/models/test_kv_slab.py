@@ -121,6 +121,10 @@ def test_a_slab_computes_what_separate_caches_compute(
                 np.testing.assert_allclose(
                     np.array(got), np.array(mx.concatenate(want)), atol=NEAR, rtol=1e-4
                 )
+                if extras == "" and kind != "latent":
+                    # another layer with the same queries
+                    shared = batch.attend_shared(given[0], scale=0.3)
+                    np.testing.assert_array_equal(np.array(shared), np.array(got))
             for row, slot in slots.items():
                 if slot is not None:
                     written[slot] = max(written[slot], alone[row].offset)
