@@ -21,7 +21,7 @@ _SUPPORTED_METHODS = ("mxfp4", "mxfp8")
 # the library that models/mlx_lm_adapter.py uses for other architectures; our own extra is not named
 # in the hint, because our name may belong to another project on a package index
 _LIBRARY = "mlx_lm"
-_INSTALL_HINT = 'pip install "mlx-lm>=0.32"'
+_INSTALL_HINT = 'pip install "mlx-lm>=0.32.2,<0.33"'
 
 # The config keys for the number of query heads, and the default if all of them are missing.
 _QUERY_HEAD_KEYS = ("num_attention_heads", "num_query_heads", "num_heads", "n_heads", "n_head")

@@ -3,9 +3,9 @@
 Knows: the names and the constructors of mlx-lm's models, the interface of models/base.py. Must not
 know: individual architectures.
 
-This is the only module that imports mlx-lm. It does so only when such a model is loaded, because
-the import takes about a second (it imports transformers). Nothing is downloaded, and no code from a
-model's folder is run.
+This is the only module that imports mlx-lm, and only when such a model is loaded. transformers, on
+which mlx-lm depends, is not imported. Nothing is downloaded, and no code from a model's folder is
+run.
 
 Linear layers, experts and norms are replaced by ours, and the attention is computed by our caches
 (models/mlx_lm_cache.py) where the class permits it. A trial, whose forward passes are never
@@ -15,13 +15,14 @@ CPU; otherwise they are computed one by one. Context shift is not supported, bec
 to know how a class rotates its keys.
 """
 
+import ast
 import contextlib
 import copy
 import dataclasses
 import importlib
 import importlib.util
 import re
-import resource
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ from models.mlx_lm_config import ClassKeys, find_class_keys, find_modules, norma
 from models.quant import replace_leaves
 
 _LIBRARY = "mlx_lm"
+_ALIAS_TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
 
 # the config keys of the context length, in order of preference
 _CONTEXT_LENGTH_KEYS = (
@@ -152,7 +154,7 @@ def find_architecture(
             "config.json's model_file refers to code in the model folder, which must not be run"
         )
     folders = spec.submodule_search_locations or ()
-    # import the library only if no file has that name, because the import takes a second
+    # import a class only if no file has that name
     if not any((Path(folder) / "models" / f"{kind}.py").is_file() for folder in folders):
         _resolve_classes(config, whole)
 
@@ -555,13 +557,14 @@ def _resolve_classes(
 
 def _resolve_kind(kind: str, config: Mapping[str, Any]) -> _ModelClasses | None:
     """Looks up the classes in the same order as mlx-lm: by architecture, by alias, by name."""
-    utils = _import_utils()
+    with _as_model_error("mlx-lm cannot be read"):
+        aliases = _read_aliases()
     declared: Any = config.get("architectures")
     names = [str(name) for name in (declared if isinstance(declared, list) else [declared])]
-    byname = utils.MODEL_ARCHITECTURE_REMAPPING
+    byname = aliases["MODEL_ARCHITECTURE_REMAPPING"]
     remapped = [byname[kind, name] for name in names if (kind, name) in byname]
     module = _import_model_module(
-        remapped[0] if remapped else utils.MODEL_REMAPPING.get(kind, kind)
+        remapped[0] if remapped else aliases["MODEL_REMAPPING"].get(kind, kind)
     )
     if module is None:
         return None
@@ -592,11 +595,33 @@ def _import_model_module(name: str) -> Any:
     return module if {"Model", "ModelArgs"} <= vars(module).keys() else None
 
 
-def _import_utils() -> Any:
-    with _as_model_error("mlx-lm cannot be imported"), _keep_open_file_limit():
-        from mlx_lm import utils
+def _import_package() -> Path:
+    """Makes the modules of mlx-lm importable, and returns its folder. Its own `__init__` is not
+    run, because it imports transformers, which takes seconds and a hundred megabytes, and lowers
+    the limit of open files, which cannot be raised again."""
+    package = sys.modules.get(_LIBRARY)
+    if package is None:
+        spec = importlib.util.find_spec(_LIBRARY)
+        if spec is None:
+            raise ModelError(explain_missing_library("of this model"))
+        package = sys.modules[_LIBRARY] = importlib.util.module_from_spec(spec)
+    return Path(package.__path__[0])
 
-        return utils
+
+def _read_aliases() -> Mapping[str, Any]:
+    """Returns the tables of other names of model types, from the source text of a module that would
+    import transformers."""
+    tree = ast.parse((_import_package() / "utils.py").read_text("utf-8"))
+    tables = {
+        target.id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in _ALIAS_TABLES
+    }
+    if tables.keys() != {*_ALIAS_TABLES}:
+        raise ModelError("this version of mlx-lm is not supported: install the one of mlxrunner")
+    return tables
 
 
 def _import_cache() -> Any:
@@ -609,23 +634,6 @@ def _import_base() -> Any:
     from mlx_lm.models import base
 
     return base
-
-
-@contextlib.contextmanager
-def _keep_open_file_limit() -> Generator[None]:
-    """Keeps the limit of open files. mlx-lm (0.32) lowers the limit when it is imported. The lower
-    limit is too low for a busy server and cannot be raised again. No other code sets a limit at the
-    same time."""
-    setrlimit = resource.setrlimit
-
-    def ignore(limited: int, limits: tuple[int, int], /) -> None:
-        pass
-
-    resource.setrlimit = ignore
-    try:
-        yield
-    finally:
-        resource.setrlimit = setrlimit
 
 
 @contextlib.contextmanager

@@ -209,14 +209,14 @@ def load_model(config: dict[str, Any], folder: Path) -> Model:
 
 def test_the_error_without_mlx_lm_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
-    hint = r"model_type 'starcoder2' is not supported.*pip install \"mlx-lm>=0\.32\""
+    hint = r"model_type 'starcoder2' is not supported.*pip install \"mlx-lm>=0\.32\.2,<0\.33\""
     for ask in (architectures.read_info, lambda config: architectures.build(config, {})):
         with pytest.raises(ModelError, match=hint):
             ask(PLAIN)
 
 
-def test_mlx_lm_is_imported_on_load_only_and_the_file_limit_is_restored() -> None:
-    """Its import lowers the limit of open files."""
+def test_mlx_lm_is_imported_on_load_only_and_transformers_never() -> None:
+    """Its own initialization imports transformers, and lowers the limit of open files."""
     script = f"""
 import resource, sys
 from models import architectures
@@ -228,6 +228,7 @@ try:
 except architectures.ModelError as error:
     assert "lacks tensors" in str(error), error
 assert "mlx_lm.models.starcoder2" in sys.modules
+assert not any(name.partition(".")[0] in ("transformers", "torch") for name in sys.modules)
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 """
     subprocess.run([sys.executable, "-c", script], check=True)
