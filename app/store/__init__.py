@@ -9,6 +9,7 @@ Knows: the order of the sources. Must not know: the contents of a model.
     org/name[@revision]     the Hugging Face cache
     [[host/]ns/]name[:tag]  Ollama's store
     name[:tag]              the same model of Ollama's library in the Hugging Face cache
+    name of a GGUF file     the folders of LM Studio and llama.cpp
 
 The sources are searched in this order, and the first match is used. app.store.hub can download
 models that were not found.
@@ -25,6 +26,7 @@ from app.core.model_files import ModelFiles
 from app.store import hf_folder
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
+from app.store.gguf import folders as gguf_folders
 from app.store.gguf import model as gguf_model
 from app.store.gguf.errors import UnsupportedGGUFError
 from app.store.library_names import find_equivalent_of, suggest_names
@@ -75,7 +77,10 @@ def find(name: str | None) -> ModelFiles:
         return _read_builtin()
     parsed = parse_model_name(name)
     files = (
-        _find_in_folder(parsed) or _find_in_hub_cache(parsed.hub) or _find_in_ollama_store(parsed)
+        _find_in_folder(parsed)
+        or _find_in_hub_cache(parsed.hub)
+        or _find_in_ollama_store(parsed)
+        or gguf_folders.find(name)
     )
     if files is not None:
         return files
@@ -111,6 +116,14 @@ def list_installed() -> Iterator[InstalledModel]:
         read = _make_reader(name, model.find)
         yield InstalledModel(
             name=str(name), source="ollama", path=manifest.get_manifest_path(name), read=read
+        )
+
+    for file in gguf_folders.list_files():
+        yield InstalledModel(
+            name=file.name,
+            source=file.source,
+            path=file.path,
+            read=_make_reader(file.name, gguf_folders.find),
         )
 
 

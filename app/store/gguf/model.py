@@ -100,12 +100,16 @@ def find_in_folder(folder: Path) -> Path | None:
     Projectors for images (`mmproj-…`) do not count."""
     if (folder / "config.json").exists():
         return None
-    found = [
-        path
-        for path in sorted(folder.glob(f"*{_SUFFIX}"))
-        if not reader.is_later_shard(path) and not path.name.startswith("mmproj")
-    ]
-    return found[0] if len(found) == 1 and found[0].is_file() else None
+    found = [path for path in sorted(folder.glob(f"*{_SUFFIX}")) if is_model_file(path)]
+    return found[0] if len(found) == 1 else None
+
+
+def is_model_file(path: Path) -> bool:
+    """Returns whether the name is that of a model, and not of a projector for images or of a later
+    file of a split model."""
+    if reader.is_later_shard(path) or path.name.startswith("mmproj"):
+        return False
+    return path.suffix == _SUFFIX and path.is_file()
 
 
 def _make_tokenizer_config(vocabulary: Vocabulary) -> Json:

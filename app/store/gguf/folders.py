@@ -1,0 +1,59 @@
+"""GGUF files in the folders of other programs: LM Studio and llama.cpp.
+
+Knows: the location and the layout of these folders. Must not know: the contents of files.
+
+    ~/.lmstudio/models/<org>/<repository>/<file>.gguf     also ~/.cache/lm-studio/models
+    $LLAMA_CACHE/<org>_<repository>_<file>.gguf           llama.cpp's downloads (-hf)
+
+A model has the name of its file. If several files have a name, the first one is used.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.core.model_files import ModelFiles
+from app.store.gguf import model
+
+# a limit on the files that are looked at, for a folder that contains something else
+_MAX_FILES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFileEntry:
+    """A file. source: the program to whose folder it belongs."""
+
+    name: str
+    source: str
+    path: Path
+
+
+def find(name: str) -> ModelFiles | None:
+    """Finds a model by the name of its file. Raises AppError(MODEL_FILES) for an unusable file."""
+    found = next((entry for entry in list_files() if entry.name == name), None)
+    return None if found is None else model.read(found.path, name=found.name)
+
+
+def list_files() -> Iterator[GGUFFileEntry]:
+    """Yields the models in the folders. Folders that do not exist or cannot be read are empty."""
+    seen: set[str] = set()
+    for source, folder, pattern in _list_folders():
+        for number, path in enumerate(folder.glob(pattern)):
+            if number == _MAX_FILES:
+                break
+            name = model.get_name(path)
+            if name not in seen and model.is_model_file(path):
+                seen.add(name)
+                yield GGUFFileEntry(name=name, source=source, path=path)
+
+
+def _list_folders() -> Iterator[tuple[str, Path, str]]:
+    """Yields the program, its folder, and the pattern of files in it."""
+    for folder in (".lmstudio/models", ".cache/lm-studio/models"):
+        yield "lm studio", Path.home() / folder, "*/*/*.gguf"
+    given = os.environ.get("LLAMA_CACHE")
+    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual) / "llama.cpp"
+    yield "llama.cpp", Path(given) if given else cache, "*.gguf"

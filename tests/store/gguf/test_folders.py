@@ -1,0 +1,49 @@
+"""GGUF files in the folders of LM Studio and llama.cpp."""
+
+from pathlib import Path
+
+import pytest
+
+from app import store
+from app.store.model_names import ModelNotFoundError
+from tests.store.gguf.files import write_tiny
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    monkeypatch.delenv("LLAMA_CACHE", raising=False)
+    return tmp_path
+
+
+def test_files_of_other_programs_are_listed_and_found_by_name(home: Path) -> None:
+    studio = home / ".lmstudio/models/org/tiny-GGUF"
+    write_tiny(studio / "tiny-Q8_0.gguf")
+    (studio / "mmproj-tiny.gguf").write_bytes(b"GGUF")
+    write_tiny(home / "cache/llama.cpp/org_other_other-F16.gguf")
+    (studio / "broken.gguf").write_bytes(b"GGUF")
+    found = {entry.name: entry for entry in store.list_installed() if entry.path.is_file()}
+    assert {name: entry.source for name, entry in found.items()} == {
+        "broken": "lm studio",
+        "tiny-Q8_0": "lm studio",
+        "org_other_other-F16": "llama.cpp",
+    }
+    assert found["tiny-Q8_0"].read().shards == (studio / "tiny-Q8_0.gguf",)
+    assert store.resolve("tiny-Q8_0").name == "tiny-Q8_0"
+    with pytest.raises(ModelNotFoundError):
+        store.resolve("mmproj-tiny")
+
+
+def test_the_folder_of_llama_cpp_can_be_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_CACHE", str(home / "elsewhere"))
+    path = write_tiny(home / "elsewhere/m.gguf")
+    assert store.resolve("m").path == path
+
+
+def test_the_first_of_two_files_with_a_name_is_used(home: Path) -> None:
+    for folder in (".lmstudio/models/a/b", ".cache/lm-studio/models/a/b"):
+        write_tiny(home / folder / "same.gguf")
+    found = [entry for entry in store.list_installed() if entry.name == "same"]
+    assert [entry.path for entry in found] == [home / ".lmstudio/models/a/b/same.gguf"]
