@@ -93,7 +93,15 @@ _LFM2_NAMES: Mapping[str, str] = {
     "shortconv.out_proj": "conv.out_proj",
 }
 
+_SIGMOID_EXPERT_NAMES: Mapping[str, str] = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
 _MLA_NAMES: Mapping[str, str] = {
+    **_SIGMOID_EXPERT_NAMES,
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -102,10 +110,6 @@ _MLA_NAMES: Mapping[str, str] = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.embed_q",
     "attn_v_b": "self_attn.unembed_out",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 
 
@@ -497,6 +501,48 @@ def _read_lfm2_moe(metadata: Metadata) -> Config:
     }
 
 
+def _read_granite(metadata: Metadata) -> Config:
+    config = _plain("granite")(metadata)
+    for key, name in (
+        ("attention.scale", "attention_multiplier"),
+        ("embedding_scale", "embedding_multiplier"),
+        ("residual_scale", "residual_multiplier"),
+        ("logit_scale", "logits_scaling"),
+    ):
+        config[name] = metadata.number(key, 1.0)
+    if not metadata.has("attention.scale"):
+        raise GGUFError(
+            f"{metadata.file.path} lacks the key {metadata.architecture}.attention.scale"
+        )
+    return {**config, "mlp_bias": _has_bias(metadata, "ffn_gate")}
+
+
+def _read_glm4_moe(metadata: Metadata) -> Config:
+    size = metadata.integer("attention.key_length")
+    return {
+        "model_type": "glm4_moe",
+        "attention_bias": _has_bias(metadata, "attn_q"),
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "partial_rotary_factor": metadata.integer("rope.dimension_count") / max(size, 1),
+        **_read_sigmoid_experts(metadata),
+    }
+
+
+def _read_sigmoid_experts(metadata: Metadata) -> Config:
+    """Experts that are selected in groups by sigmoid scores and a correction."""
+    return {
+        "n_routed_experts": metadata.integer("expert_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0) or None,
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "n_group": metadata.integer("expert_group_count", 1) or 1,
+        "topk_group": metadata.integer("expert_group_used_count", 1) or 1,
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
 # values of expert_gating_func
 _SIGMOID = 2
 
@@ -523,15 +569,7 @@ def _read_deepseek2(metadata: Metadata) -> Config:
         "qk_nope_head_dim": keys - rotated,
         "v_head_dim": values,
         "q_lora_rank": metadata.integer("attention.q_lora_rank", 0) or None,
-        "n_routed_experts": metadata.integer("expert_count"),
-        "n_shared_experts": metadata.integer("expert_shared_count", 0) or None,
-        "num_experts_per_tok": metadata.integer("expert_used_count"),
-        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
-        "n_group": metadata.integer("expert_group_count", 1) or 1,
-        "topk_group": metadata.integer("expert_group_used_count", 1) or 1,
-        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
-        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        **_read_sigmoid_experts(metadata),
     }
     scaling = _read_rope_scaling(metadata)
     if scaling is not None and metadata.has("rope.scaling.yarn_log_multiplier"):
@@ -573,6 +611,15 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_gate_exps": "mlp.experts.gate_proj",
             "ffn_up_exps": "mlp.experts.up_proj",
             "ffn_down_exps": "mlp.experts.down_proj",
+        },
+    ),
+    "granite": Architecture(read_config=_read_granite, rotates_pairs=True),
+    "glm4moe": Architecture(
+        read_config=_read_glm4_moe,
+        names={
+            **_EXPERT_NAMES,
+            **_SIGMOID_EXPERT_NAMES,
+            "post_attention_norm": "post_attention_layernorm",
         },
     ),
     "olmo2": Architecture(read_config=_read_olmo2, names=_POST_NORM_NAMES),

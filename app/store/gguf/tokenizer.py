@@ -44,6 +44,7 @@ END_MARKS = frozenset(
         "<|end_of_turn|>",
         "<end_of_turn>",
         "<turn|>",
+        "<|observation|>",
         "<EOT>",
         "[EOT]",
         "<｜end▁of▁sentence｜>",

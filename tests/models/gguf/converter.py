@@ -37,12 +37,14 @@ ARCHITECTURES: Mapping[str, str] = {
     "phi3": "phi3",
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
+    "granite": "granite",
+    "glm4_moe": "glm4moe",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "glm4_moe_lite": "deepseek2",
 }
 
-_PAIRED = ("llama", "mistral3", "smollm3")
+_PAIRED = ("llama", "mistral3", "smollm3", "granite")
 
 # names of MLX checkpoints -> names of the original, which gguf-py knows
 _ORIGINAL = (
@@ -138,6 +140,15 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if arch in ("gemma2", "gemma3", "gpt-oss", "phi3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if arch == "glm4moe":
+        share = config.get("partial_rotary_factor", 0.5)
+        writer.add_rope_dimension_count(int(config["head_dim"] * share))
+        _add_sigmoid_experts(writer, config)
     if arch == "phi3":
         size = config["hidden_size"] // heads
         writer.add_rope_dimension_count(int(size * config.get("partial_rotary_factor", 1.0)))
@@ -161,6 +172,10 @@ def _add_latent_attention(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_rope_dimension_count(rotated)
+    _add_sigmoid_experts(writer, config)
+
+
+def _add_sigmoid_experts(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_shared_count(config["n_shared_experts"] or 0)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
