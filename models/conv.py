@@ -39,6 +39,24 @@ class CausalConv(nn.Module):
         return y, mx.contiguous(x[:, length:])
 
 
+class DepthwiseConv(nn.Module):
+    """Computes y[t] = sum over j of weight[j] * x[t + j], plus bias. The caller pads x [B, L, D].
+    weight: [D, width, 1]."""
+
+    def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = mx.zeros((channels, width, 1))
+        if bias:
+            self.bias = mx.zeros((channels,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if _on_cpu():
+            y = _conv_by_taps(x, self.weight)
+        else:
+            y = mx.conv1d(x, self.weight, groups=x.shape[2])
+        return y + self.bias if "bias" in self else y
+
+
 def _on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 

@@ -24,9 +24,10 @@ import importlib.util
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Self, cast
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ from models.attention_pieces import device_of_shape
 from models.attention_route import longest_query
 from models.base import Model, ModelError, SelectPositions, select_all, select_last
 from models.checkpoint_config import explain_missing_library, num_query_heads
+from models.conv import DepthwiseConv
 from models.experts import ExpertLinear
 from models.kv import LayerCache, evaluate_caches
 from models.layers import CenteredNorm
@@ -50,6 +52,7 @@ from models.mlx_lm_cache import (
     wrap_caches,
 )
 from models.mlx_lm_config import ClassKeys, find_class_keys, find_modules, normalize_config
+from models.mlx_lm_ssm import make_ssm_update
 from models.quant import replace_leaves
 
 _LIBRARY = "mlx_lm"
@@ -207,6 +210,8 @@ def _replace_layers(model: nn.Module) -> None:
         if type(layer) is SwitchLinear:
             experts, outputs, inputs = layer.weight.shape
             return ExpertLinear(inputs, outputs, experts, bias="bias" in layer)
+        if type(layer) is nn.Conv1d and _is_causal_and_depthwise(layer):
+            return DepthwiseConv(layer.weight.shape[0], layer.weight.shape[1], bias="bias" in layer)
         if type(layer) is nn.LayerNorm:
             return CenteredNorm(
                 layer.dims, layer.eps, weight="weight" in layer, bias="bias" in layer
@@ -214,6 +219,16 @@ def _replace_layers(model: nn.Module) -> None:
         return layer
 
     replace_leaves(model, replace)
+
+
+def _is_causal_and_depthwise(layer: Any) -> bool:
+    """Returns whether a convolution has one filter per channel. The caller pads the input."""
+    return (layer.groups, layer.stride, layer.padding, layer.dilation) == (
+        layer.weight.shape[0],
+        1,
+        0,
+        1,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +262,9 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
         def batch_invariant(self) -> bool:
             """Whether all operations of a pass are batch-invariant, with the layers that the model
             has now. Nothing is evaluated."""
-            if not self._find_trial().batches:
-                return False
-            kv, tokens = self._make_short_caches(), mx.zeros((2, 1), mx.int32)
-            outputs = [self(tokens[:1], kv[0]), self._forward_batch(tokens, _batch(kv))]
-            states = [layer.state() for row in kv for layer in row]
-            return not _list_primitives([outputs, states]) & _VARIANT_PRIMITIVES
+            kv: Any = self.make_kv()
+            outputs = self._forward(mx.zeros((1, 3), mx.int32), kv)
+            return self._has_invariant_steps() and not _has_variant_operations(outputs, kv)
 
         def __call__(
             self, tokens: mx.array, kv: Sequence[Any], select: SelectPositions = select_all
@@ -294,7 +306,7 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
         def may_share_pass(self) -> bool:
             """Whether the rows of a batch can be computed in one pass. On a CPU, this must not
             change a bit. Nothing is evaluated."""
-            return self._find_trial().batches and (not _on_cpu() or self.batch_invariant)
+            return self._find_trial().batches and (not _on_cpu() or self._has_invariant_steps())
 
         @property
         def shares_pass(self) -> bool:
@@ -305,6 +317,19 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
                 equal = self.may_share_pass and self._has_equal_rows(exact=_on_cpu())
                 self._keep("_shares", equal)
             return bool(self._shares)
+
+        def _has_invariant_steps(self) -> bool:
+            """Whether the result for a row does not depend on other rows, if each of them has one
+            position. Recurrent classes may compute several positions in another way."""
+            if not self._find_trial().batches:
+                return False
+            # from the start, so that the graph has steps only
+            rows: list[list[Any]] = [self.make_kv() for _ in range(2)]
+            tokens = mx.zeros((2, 1), mx.int32)
+            together = self._forward_batch(tokens, _batch(rows))
+            alone: Any = self.make_kv()
+            outputs = [together, self._forward(tokens[:1], alone)]
+            return not _has_variant_operations(outputs, [*rows[0], *rows[1], *alone])
 
         def _has_equal_rows(self, *, exact: bool) -> bool:
             kv, twins = self._make_short_caches(), self._make_short_caches()
@@ -437,9 +462,16 @@ def _batch(rows: Sequence[Sequence[Any]]) -> list[MlxLmBatch]:
     return [layers[0].make_batch(layers, offsets) for layers in zip(*rows, strict=True)]
 
 
-def _list_primitives(outputs: Any) -> set[str]:
+def _has_variant_operations(outputs: Any, layers: Sequence[LayerCache]) -> bool:
+    """Returns whether the graph of arrays and of layer caches, which are not evaluated, has
+    operations of `_VARIANT_PRIMITIVES`."""
+    states = [layer.state() for layer in layers]
+    arrays: Any = [array for _, array in tree_flatten([outputs, states])]
+    return bool(_list_primitives(arrays) & _VARIANT_PRIMITIVES)
+
+
+def _list_primitives(arrays: Sequence[mx.array]) -> set[str]:
     """Returns the names of the operations in the graph of arrays that are not evaluated."""
-    arrays: Any = [array for _, array in tree_flatten(outputs)]
     with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
         mx.export_to_dot(file.name, *arrays)
         return set(re.findall(r'label ="([^"]*)", shape=rectangle', file.read()))
@@ -569,12 +601,7 @@ def _resolve_kind(kind: str, config: Mapping[str, Any]) -> _ModelClasses | None:
     if module is None:
         return None
     keys = find_class_keys(module)
-    base = _import_base()
-    for one in find_modules(module):
-        if vars(one).get("scaled_dot_product_attention") is base.scaled_dot_product_attention:
-            vars(one)["scaled_dot_product_attention"] = make_attention(
-                base.scaled_dot_product_attention
-            )
+    _replace_functions(find_modules(module))
     return _ModelClasses(kind=kind, model=module.Model, arguments=module.ModelArgs, keys=keys)
 
 
@@ -630,10 +657,18 @@ def _import_cache() -> Any:
     return cache
 
 
-def _import_base() -> Any:
-    from mlx_lm.models import base
+def _replace_functions(modules: Iterable[ModuleType]) -> None:
+    """Replaces functions that the modules have imported, by ours, which call the original for what
+    they do not compute."""
+    from mlx_lm.models import base, ssm
 
-    return base
+    attention: Any = base.scaled_dot_product_attention
+    ssm_update: Any = ssm.ssm_update
+    replacements = ((attention, make_attention), (ssm_update, make_ssm_update))
+    for module in modules:
+        for original, make in replacements:
+            if vars(module).get(original.__name__) is original:
+                setattr(module, original.__name__, make(original))
 
 
 @contextlib.contextmanager
