@@ -350,8 +350,8 @@ def test_context_shift_is_not_supported(tmp_path: Path) -> None:
     assert [layer.offset for layer in kv] == [4, 4]
 
 
-# The steps of these classes have only batch-invariant operations with our kernels. A recurrent class
-# computes several positions in another form.
+# The steps of these classes have only batch-invariant operations with our kernels. A recurrent
+# class computes several positions in another form.
 BATCHED = ("plain", "experts", "windows", "head-with-another-name", "states-and-attention")
 
 
