@@ -98,6 +98,18 @@ def apply_cpu_layout(model: nn.Module) -> None:
                 _transpose(module)
 
 
+def to_cpu_layer(layer: Any) -> Any:
+    """Returns a layer that is added to a model with the CPU layout, such as that of an adapter, in
+    this layout. On other devices, the layer is not changed."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return layer
+    ops = kernels.ops()
+    if ops is not None:
+        return layers.to_kernel_layer(layer, ops, _KERNEL_LAYERS)
+    _to_float32(layer)
+    return layer
+
+
 def is_batch_invariant(model: Model) -> bool:
     """Returns whether the logits of a position are bit-identical regardless of the other rows in
     the batch, of cached positions, and of the split of the prompt into chunks. The kernels

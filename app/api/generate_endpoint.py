@@ -149,7 +149,7 @@ class ParsedRequest:
 async def resolve_requested(models: Models, name: str | None) -> ResolvedModel:
     """Returns the model that a request names. A server with one model needs no name, as in
     llama.cpp. Raises AppError(INVALID) if there are several, and the errors of `Models.resolve`."""
-    if name is None and len(models.list_models()) > 1:
+    if name is None and len(models.list_model_states()) > 1:
         raise invalid_request(
             "model", "model is missing: this server has several models, see GET /v1/models"
         )

@@ -274,6 +274,12 @@ GROUPS = (
                 other_names="quantization q-bits bits",
             ),
             make_option(
+                "adapters",
+                value_types.adapters(),
+                "LoRA adapter of the model, which requests select as MODEL:NAME; repeatable",
+                other_names="lora lora-modules lora-adapters",
+            ),
+            make_option(
                 "kv",
                 value_types.choice(*get_args(KVPrecision)),
                 "precision of the KV cache; auto: that of the checkpoint, so that bfloat16 models "
@@ -529,6 +535,7 @@ MODEL_OPTIONS = (
     _make_model_option("context"),
     _make_model_option("memory"),
     _make_model_option("cache"),
+    _make_model_option("adapters"),
 )
 
 

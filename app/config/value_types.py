@@ -6,6 +6,7 @@ value.
 
 import math
 import os.path
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,11 +14,13 @@ from urllib.parse import urlsplit
 
 from app.core import units
 from app.core.errors import suggest
-from app.core.settings import is_host_name, is_origin
+from app.core.settings import AdapterSettings, is_host_name, is_origin
 
 # In seconds, GiB or MiB. Larger than any practical value, but small enough for timeouts and byte
 # counts.
 MAX_NUMBER = 1_000_000_000
+
+_ADAPTER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 # longer values are truncated in messages
 _MAX_QUOTED_LENGTH = 60
@@ -245,6 +248,24 @@ def text(description: str, metavar: str) -> ValueType:
 
 def names() -> ValueType:
     return replace(text("the name of a model", "NAME"), is_list=True)
+
+
+def adapters() -> ValueType:
+    """Named folders, NAME=FOLDER; `~` is expanded."""
+
+    def parse(word: str) -> AdapterSettings:
+        name, equals, folder = word.partition("=")
+        if not equals or not folder or "\0" in folder or not _ADAPTER_NAME.fullmatch(name):
+            raise ValueError
+        return AdapterSettings(name=name, path=os.path.expanduser(folder))
+
+    return ValueType(
+        description="NAME=FOLDER, with a name of letters, digits, '.', '_' and '-'",
+        metavar="NAME=FOLDER",
+        parse=parse,
+        to_toml_item=lambda value: f"{value.name}={value.path}",
+        is_list=True,
+    )
 
 
 def prose() -> ValueType:

@@ -348,7 +348,8 @@ class Job:
     0 with a grammar. prompt_logprobs: like top_logprobs, but for the prompt; `PromptLogprobs` are
     then sent before the first token. caller: the owner of the job. Scheduling is round-robin
     between callers. message_ends: the positions of the prompt at which other prompts are likely to
-    diverge, in ascending order; None if unknown.
+    diverge, in ascending order; None if unknown. adapter: the name of the model's adapter; "" for
+    none.
     """
 
     id: str
@@ -364,6 +365,7 @@ class Job:
     prompt_logprobs: int | None = None
     caller: str = ""
     message_ends: tuple[int, ...] | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,8 @@ class ModelCard:
     of a folder's path. folder: the model's folder, if it was specified by one; only administrators
     may see it. system_fingerprint: a value that changes whenever the output for a given
     seed may change. It depends on the model's files, the package versions and the settings.
-    logprobs_limit: the number of alternatives that requests may ask for."""
+    logprobs_limit: the number of alternatives that requests may ask for. parent: the name of the
+    model without its adapter; None without an adapter."""
 
     id: str
     created: int
@@ -179,6 +180,7 @@ class ModelCard:
     folder: Path | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     logprobs_limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
+    parent: str | None = None
 
 
 class ResolvedModel(Protocol):
@@ -202,11 +204,13 @@ class Models(Protocol):
         ...
 
     def list_models(self) -> Sequence[ModelCard]:
-        """Returns all models, the server's default model first."""
+        """Returns all models, the server's default model first, each followed by its
+        adapters."""
         ...
 
     def list_model_states(self) -> Sequence[ModelState]:
-        """Returns the states in the order of `list_models`."""
+        """Returns the states of all models, without their adapters, in the order of
+        `list_models`."""
         ...
 
     def model_state(self, model: ResolvedModel) -> ModelState: ...

@@ -202,8 +202,8 @@ class GenerateRequest:
     return the token IDs of the prompt and the output. keep_alive: the number of seconds that the
     model stays loaded after this request; None uses the server's default. max_context: the maximum
     total number of prompt and output tokens; None uses the model's context length. caller: the name
-    of the API key. admin: whether the caller may manage models. The server, not the client, sets
-    caller and admin.
+    of the API key. admin: whether the caller may manage models. adapter: the adapter that the name
+    of the model selects; "" for none. The server, not the client, sets caller, admin and adapter.
     """
 
     model: str
@@ -237,6 +237,7 @@ class GenerateRequest:
     max_context: int | None = None
     caller: str = ""
     admin: bool = False
+    adapter: str = ""
 
 
 # The cost of rendering a message or a tool, in characters, in addition to its text.

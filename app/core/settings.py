@@ -76,6 +76,14 @@ def is_host_name(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """An adapter of a model. name: requests use MODEL:NAME. path: its folder."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """A model specified at startup, with its own settings. If a setting is None, the setting for
     all models applies.
@@ -99,6 +107,7 @@ class ModelSettings:
     context: int | None = None
     memory: int | None = None
     cache: CachePolicy | None = None
+    adapters: tuple[AdapterSettings, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +201,7 @@ class Settings:
     context_shift: bool = False
     memory: int | None = None
     cache: CachePolicy | None = None
+    adapters: tuple[AdapterSettings, ...] = ()
     multi_user: bool = False
     exact: bool = False
     prefill_chunk: int | None = None
@@ -247,6 +257,7 @@ _MODEL_SETTINGS = (
     "context",
     "memory",
     "cache",
+    "adapters",
 )
 
 
@@ -268,6 +279,9 @@ def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
         )
     if settings.multi_user and settings.cache != "slots":
         yield "multi_user", "--multi-user needs --cache slots"
+    names = [adapter.name for adapter in settings.adapters]
+    if len(names) > len(set(names)):
+        yield "adapters", "two adapters have the same name: give each its own"
     if settings.cache == "single" and settings.parallel not in (None, 1):
         yield (
             "cache",

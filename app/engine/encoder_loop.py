@@ -120,6 +120,10 @@ class EncoderLoop:
     def maintain_memory(self, idle_seconds: float) -> bool:
         return False
 
+    def set_spare_memory(self, num_bytes: int) -> int:
+        """Returns 0, because an encoder has no use for more memory."""
+        return 0
+
     def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
         return PrefixSnapshot()
 

@@ -17,6 +17,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.core.units import format_bytes
+from app.engine.adapters import Adapters
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
 from app.engine.embedding_head import load_embedding_head
@@ -156,12 +157,15 @@ def _load(
     raise_unless_fits(fit, files)
     read_weights(model, files.path, report)
     _check_device(model, files)
+    adapters = Adapters(model, settings.adapters) if settings.adapters else None
     if settings.experimental_metal:
         for reason in apply_gpu_layout(model):
             log.warning("%s", reason)
     if not getattr(model, "may_share_pass", True):
         log.info("%s: sequences are computed one by one, because its class is mlx-lm's", files.name)
     memory = _profile_memory(model, fit, files, settings)
+    if adapters is not None:
+        memory = replace(memory, weights=memory.weights + adapters.nbytes)
     if kv_bytes is not None:
         memory = replace(memory, budget=memory.weights + memory.working + kv_bytes)
     if ranks is not None:
@@ -190,6 +194,7 @@ def _load(
             experimental_metal=settings.experimental_metal,
         ),
         slab_policy=SlabPolicy(layout=settings.kv_layout),
+        adapters=adapters,
     )
 
 

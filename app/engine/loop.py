@@ -38,6 +38,7 @@ import mlx.core as mx
 from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
 from app.core.requests import EmbedJob
 from app.core.units import pluralize
+from app.engine.adapters import Adapters
 from app.engine.decode_slab import create_decode_slab
 from app.engine.device import detect_backend
 from app.engine.embedder import Embedder
@@ -85,6 +86,7 @@ class Loop:
     rules, device: see `MemoryBudget`. By default, cached prefixes may use all free memory of MLX's
         device, and nothing is wired.
     slab_policy: when sequences share a slab in decode steps.
+    adapters: those of the model, if it has any.
 
     The loop calls `on_stage` with the name of each stage when the stage starts. The watchdog
     reports these names.
@@ -106,6 +108,7 @@ class Loop:
         rules: MemoryRules | None = None,
         device: MemoryDevice | None = None,
         slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
+        adapters: Adapters | None = None,
     ) -> None:
         if not is_batch_invariant(model):
             limits = replace(limits, align_chunks=True)
@@ -115,8 +118,13 @@ class Loop:
         self._scheduler = Scheduler(prefix, budget, limits)
         self.slab = create_decode_slab(slab_policy, self._scheduler, max_rows=limits.max_running)
         self._model_runner = ModelRunner(
-            model, vocab=vocab, broadcast_tokens=broadcast_tokens, slab=self.slab
+            model,
+            vocab=vocab,
+            broadcast_tokens=broadcast_tokens,
+            slab=self.slab,
+            adapters=adapters,
         )
+        self._adapters = adapters
         self._packs_prompts = self._model_runner.packs_prompts and not exact
         self._vocab = vocab
         self._context = context
@@ -154,7 +162,8 @@ class Loop:
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """Adds a job to the queue. The loop owns `matcher`, the compiled grammar of the job."""
-        self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher))
+        salt = self._adapters.salt(job.adapter) if job.adapter and self._adapters else 0
+        self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher, cache_salt=salt))
 
     def embed(self, job: EmbedJob) -> None:
         assert self.capacity.hidden_size is not None, "the model returns no hidden states"
@@ -308,7 +317,9 @@ class Loop:
         ]
         if not self._packs_prompts:
             return [[part] for part in parts]
-        packed = [(s, n) for s, n in parts if not s.isolated and not s.num_unscored_tokens]
+        packed = [
+            (s, n) for s, n in parts if not (s.isolated or s.num_unscored_tokens or s.job.adapter)
+        ]
         return [*([packed] if packed else []), *([part] for part in parts if part not in packed)]
 
     def _build_chunk(self, plan: PassPlan) -> PrefillChunk | None:

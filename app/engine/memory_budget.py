@@ -101,7 +101,7 @@ class MemoryBudget:
         room = self._memory.kv_footprint(self.initial_positions(sequence))
         if room <= self._free_bytes(running):
             return True
-        ids, reuse = sequence.ids, sequence.may_reuse_prefix
+        ids, reuse = sequence.to_cache_ids(sequence.ids), sequence.may_reuse_prefix
         continued, enough = -1, True
         while enough and continued != (now := self._prefix.continued_bytes(ids, reuse=reuse)):
             # If there is nothing else to evict, this evicts the layers that would be continued.

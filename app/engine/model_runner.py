@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from app.engine.adapters import Adapters
 from app.engine.decode_slab import DecodeSlab
 from app.engine.sampling.logprobs import compute_prompt_logprobs
 from app.engine.sampling.sampler import SamplerBatch, SamplerOutput, local_tokens
@@ -170,11 +171,13 @@ class ModelRunner:
         vocab: int,
         broadcast_tokens: Callable[[mx.array], mx.array] = local_tokens,
         slab: DecodeSlab | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Creates a runner. `vocab` is the number of token IDs that may be sampled, from 0 to vocab
         - 1. For `broadcast_tokens`, see `SamplerBatch`. slab: None if the layer caches of sequences
-        always remain separate."""
+        always remain separate. adapters: those of the model, if it has any."""
         self._model = model
+        self._adapters = adapters
         self._slab = slab
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
@@ -201,7 +204,7 @@ class ModelRunner:
         tokens = mx.array([sequence.ids[start : start + count]])
         scores_prompt = bool(sequence.num_unscored_tokens)
         select = select_all if scores_prompt else select_last
-        hidden = self._forward(tokens, sequence.kv, select)
+        hidden = self._forward([sequence], tokens, sequence.kv, select)
         if scores_prompt:
             self._compute_prompt_logprobs(sequence, hidden[0])
         sequence.num_computed_tokens += count
@@ -211,7 +214,7 @@ class ModelRunner:
 
     def prefill_packed(self, parts: Ids[tuple[Sequence, int]]) -> PrefillChunk:
         """Prefills the next `count` known tokens of each sequence in one forward pass. Every layer
-        cache must be a `KVBuffers`."""
+        cache must be a `KVBuffers`, and no sequence may have an adapter."""
         sequences, counts = [s for s, _ in parts], [count for _, count in parts]
         starts = [s.num_computed_tokens for s in sequences]
         places = [range(a, a + count) for a, count in zip(starts, counts, strict=True)]
@@ -224,7 +227,7 @@ class ModelRunner:
         last = zip(parts, accumulate(counts), strict=True)
         done = [(s, end - 1) for (s, count), end in last if s.num_uncomputed_tokens == count]
         rows = mx.array([row for _, row in done], dtype=mx.int32)
-        hidden = self._forward(mx.array(ids)[:, None], kv, lambda hidden: hidden[rows])
+        hidden = self._forward([], mx.array(ids)[:, None], kv, lambda hidden: hidden[rows])
         for sequence, count in parts:
             sequence.num_computed_tokens += count
         scored = self._last_logits([s for s, _ in done], hidden) if done else None
@@ -242,7 +245,7 @@ class ModelRunner:
             kv = self._slab.make_batch(sequences)
         else:
             kv = _batched_kv(sequences)
-        hidden = self._model(tokens[:, None], kv)
+        hidden = self._select_model(sequences)(tokens[:, None], kv)
         for sequence in sequences:
             sequence.num_computed_tokens += 1
         return self._last_logits(sequences, hidden)
@@ -270,11 +273,23 @@ class ModelRunner:
         if sequence in self._members:
             self._members, self._sampler_batch = (), None
 
-    def _forward(self, tokens: mx.array, kv: Ids[object], select: SelectPositions) -> mx.array:
-        """Returns the selected hidden states."""
-        if self._selects or getattr(self._model, "selects_logits", False):
-            return self._model(tokens, kv, select)
-        return select(self._model(tokens, kv))
+    def _forward(
+        self, rows: Ids[Sequence], tokens: mx.array, kv: Ids[object], select: SelectPositions
+    ) -> mx.array:
+        """Returns the selected hidden states. rows: see `_select_model`."""
+        model = self._select_model(rows)
+        if self._selects or getattr(model, "selects_logits", False):
+            return model(tokens, kv, select)
+        return select(model(tokens, kv))
+
+    def _select_model(self, rows: Ids[Sequence]) -> Model:
+        """Returns the model for a forward pass of these sequences, one per row. Without adapters,
+        this is the model itself."""
+        names = [sequence.job.adapter for sequence in rows]
+        if not any(names):
+            return self._model
+        assert self._adapters is not None, "a job with an adapter that the model does not have"
+        return self._adapters.select(names)
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
         """Computes the log probabilities of the next prompt tokens.

@@ -121,7 +121,7 @@ class Scheduler:
                 length=len(sequence.ids),
             )
             for other in self._running
-            if other.prefilling
+            if other.prefilling and other.cache_salt == sequence.cache_salt
         )
 
     def start(self, sequence: Sequence) -> bool:
@@ -137,7 +137,10 @@ class Scheduler:
         room = self._budget.initial_positions(sequence)
         sequence.start(
             self._prefix.begin(
-                sequence.ids, turn_ends=marks, reuse=sequence.may_reuse_prefix, reserve_length=room
+                sequence.to_cache_ids(sequence.ids),
+                turn_ends=marks,
+                reuse=sequence.may_reuse_prefix,
+                reserve_length=room,
             )
         )
         self._running.append(sequence)

@@ -46,9 +46,12 @@ class Sequence:
     """The state of one sequence. A new sequence is waiting. `start` gives it layer caches. `commit`
     and `discard` return them when the sequence ends or is preempted."""
 
-    def __init__(self, job: Job, *, vocab: int, matcher: Matcher | None = None) -> None:
+    def __init__(
+        self, job: Job, *, vocab: int, matcher: Matcher | None = None, cache_salt: int = 0
+    ) -> None:
         """Creates a waiting sequence. The sequence owns `matcher`, which is the matcher of the
-        job's grammar in its initial state."""
+        job's grammar in its initial state. cache_salt: only sequences with the same salt share
+        prefixes, because adapters change the caches of the same tokens."""
         assert (matcher is None) == (job.grammar is None), "a grammar without a matcher"
         self.job = job
         self.matcher = matcher  # in the state after the last known token
@@ -68,6 +71,7 @@ class Sequence:
         self.reserved_positions = 0  # positions that fit in these bytes
         self._shared_prefix_lengths: dict[str, int] = {}
         self._vocab = vocab
+        self.cache_salt = cache_salt
         self._seed = secrets.randbits(63) if job.sampling.seed is None else job.sampling.seed
         self._lease: Lease[LayerCache] | None = None
         self._sampler_state: SamplerState | None = None
@@ -89,6 +93,13 @@ class Sequence:
     @property
     def kv(self) -> Ids[LayerCache]:
         return self.lease.kv
+
+    def to_cache_ids(self, ids: Ids[int]) -> Ids[int]:
+        """Returns the tokens as the prefix cache knows them. With a salt, the first one is beyond
+        the vocabulary, so that no prefix matches one with another salt."""
+        if not self.cache_salt or not ids:
+            return ids
+        return [ids[0] + self.cache_salt * self._vocab, *ids[1:]]
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -176,17 +187,18 @@ class Sequence:
         if self.slab is not None:
             self.slab.leave(self)
         lease = cast(ShiftingLease[LayerCache], self.lease)
-        computed = self.ids[: self.num_computed_tokens]
+        computed = self.to_cache_ids(self.ids[: self.num_computed_tokens])
         uncomputed = self.ids[self.num_computed_tokens :]
         left = lease.shift(computed, num_keep=self.job.num_keep, remove=remove)
-        self.ids, self.num_computed_tokens = [*left.ids, *uncomputed], left.num_computed
+        kept = [id % self._vocab if self.cache_salt else id for id in left.ids]
+        self.ids, self.num_computed_tokens = [*kept, *uncomputed], left.num_computed
         self.decoding = left.num_computed == len(left.ids)
 
     def publish(self, length: int) -> None:
         """Makes the first `length` tokens available to other sequences."""
         if self.slab is not None:
             self.slab.settle(self)
-        self.lease.publish(self.ids[:length])
+        self.lease.publish(self.to_cache_ids(self.ids[:length]))
 
     def commit(self, *, keep: int) -> None:
         """Ends the lease. The prefix cache keeps at most the first `keep` tokens. If an exception
@@ -198,7 +210,8 @@ class Sequence:
             self.discard()
             raise
         try:
-            self.lease.commit(self.ids[: self.num_computed_tokens], keep=keep)
+            computed = self.to_cache_ids(self.ids[: self.num_computed_tokens])
+            self.lease.commit(computed, keep=keep)
         finally:
             self._clear_lease()
 

@@ -289,6 +289,7 @@ class JobBuilder:
             if self._context_shift
             else 0,
             caller=request.caller,
+            adapter=request.adapter,
             # positions are different in a truncated prompt
             message_ends=encoded.message_ends if len(ids) == len(encoded.token_ids) else (),
         )

@@ -9,10 +9,11 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 from app.core.distributions import get_own_version
@@ -69,13 +70,17 @@ _ENGINE_SETTINGS = (
     "multi_user",
     "exact",
     "prefill_chunk",
+    "adapters",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResolvedModel:
+    """adapter: the name of the model's adapter that the request selects; "" for none."""
+
     entry: RegisteredModel
     card: ModelCard
+    adapter: str = ""
 
 
 def _read_defaults(files: ModelFiles) -> GenerationDefaults:
@@ -89,6 +94,21 @@ def _read_defaults(files: ModelFiles) -> GenerationDefaults:
 def _entry_of(model: ResolvedModel) -> RegisteredModel:
     assert isinstance(model, _ResolvedModel), "another router resolved the model"
     return model.entry
+
+
+def _adapter_of(model: ResolvedModel) -> str:
+    assert isinstance(model, _ResolvedModel), "another router resolved the model"
+    return model.adapter
+
+
+def _list_adapters(entry: RegisteredModel) -> Sequence[str]:
+    """Returns the names of the model's adapters, after "" for none."""
+    return ["", *(adapter.name for adapter in entry.served.settings.adapters)]
+
+
+def _join_name(entry: RegisteredModel, adapter: str) -> str:
+    """Returns the name by which requests select a model with an adapter."""
+    return f"{entry.served.name}:{adapter}" if adapter else entry.served.name
 
 
 class ModelRouter:
@@ -189,6 +209,11 @@ class ModelRouter:
                 message = "no model is available yet: try again in a moment"
                 raise AppError(ErrorKind.LOADING, message)
             name = entry.served.name
+        if (selected := self._find_adapter(name)) is not None:
+            entry, adapter = selected
+            return _ResolvedModel(
+                entry=entry, card=self._build_card(entry, adapter), adapter=adapter
+            )
         await self._registry.discover(name)
         entry = self._find_entry(name)
         if self._pool.model_state(entry.served).phase == "unloaded":
@@ -205,6 +230,7 @@ class ModelRouter:
         self, request: GenerateRequest, model: ResolvedModel
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         entry = _entry_of(model)
+        request = replace(request, adapter=_adapter_of(model))
         async with self._lease(entry) as lease:
             if lease.is_waiting:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
@@ -218,6 +244,9 @@ class ModelRouter:
 
     async def embed(self, request: EmbedRequest, model: ResolvedModel) -> Embeddings:
         entry = _entry_of(model)
+        if _adapter_of(model):
+            message = f"embeddings of an adapter are not supported: request {entry.served.name}"
+            raise AppError(ErrorKind.INVALID, message, param="model")
         async with self._lease(entry) as lease:
             try:
                 async with asyncio.timeout(self._load_wait):
@@ -266,7 +295,12 @@ class ModelRouter:
         return await self._with_generation(model, lambda generation: generation.detokenize(ids))
 
     def list_models(self) -> Sequence[ModelCard]:
-        return [self._build_card(entry) for entry in self._registry.entries()]
+        """Also returns each model with each of its adapters."""
+        return [
+            self._build_card(entry, adapter)
+            for entry in self._registry.entries()
+            for adapter in _list_adapters(entry)
+        ]
 
     def list_model_states(self) -> Sequence[ModelState]:
         return [self._pool.model_state(entry.served) for entry in self._registry.entries()]
@@ -324,7 +358,15 @@ class ModelRouter:
                 log.info("%s cannot be described: %s", entry.served.name, details.message)
             elif isinstance(details, BaseException):
                 raise details
-        return [details for details in results if isinstance(details, ModelDetails)]
+        pairs = zip(entries, results, strict=True)
+        return [
+            replace(details, name=_join_name(entry, adapter), parent=entry.served.name)
+            if adapter
+            else details
+            for entry, details in pairs
+            if isinstance(details, ModelDetails)
+            for adapter in _list_adapters(entry)
+        ]
 
     async def _describe(self, entry: RegisteredModel) -> ModelDetails:
         facts = await self._describer.describe(entry.files, key=entry.served.name)
@@ -398,16 +440,30 @@ class ModelRouter:
             )
         return entry
 
-    def _build_card(self, entry: RegisteredModel) -> ModelCard:
+    def _find_adapter(self, name: str) -> tuple[RegisteredModel, str] | None:
+        """Finds a model and its adapter by MODEL:ADAPTER, or by the adapter's name alone, as in
+        vLLM, unless a model has that name."""
+        name = name.removesuffix(":latest")
+        model, _, last = name.rpartition(":")
+        entry = self._registry.find_own(model) if model else None
+        if entry is not None and last in _list_adapters(entry):
+            return entry, last
+        if self._registry.find_own(name) is not None:
+            return None
+        entries = (e for e in self._registry.entries() if name and name in _list_adapters(e))
+        return next(((entry, name) for entry in entries), None)
+
+    def _build_card(self, entry: RegisteredModel, adapter: str = "") -> ModelCard:
         settings, files = entry.served.settings, entry.files
         context = self._pool.context_length(entry.served)
         return ModelCard(
-            id=entry.served.name,
+            id=_join_name(entry, adapter),
             created=files.created,
             context_length=context or files.resolve_context_length(settings.context),
             system_fingerprint=self._get_fingerprint(entry),
-            aliases=entry.served.aliases,
-            own_name=_own_name(entry.served),
+            parent=entry.served.name if adapter else None,
+            aliases=() if adapter else entry.served.aliases,
+            own_name=None if adapter else _own_name(entry.served),
             folder=entry.served.folder,
             defaults=_read_defaults(files),
             logprobs_limit=limit_logprobs(
@@ -567,8 +623,18 @@ def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
         files.weights_digest,
         repr(sorted((name, str(value)) for name, value in files.config.items())),
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
+        repr([_read_versions(adapter.path) for adapter in settings.adapters]),
     )
     return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"
+
+
+def _read_versions(folder: str) -> list[tuple[str, int, int]]:
+    """Returns the name, the size and the modification time of each file in an adapter's folder. A
+    folder that cannot be read is reported by the load."""
+    with suppress(OSError):
+        found = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
+        return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return []
 
 
 def _own_name(served: ServedModel) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from app.core.settings import AdapterSettings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -51,6 +53,13 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
         sample("https://a:1,app://b", '["https://a:1", "app://b"]', ("https://a:1", "app://b")),
     ),
     "quantize": (sample("4", "4", 4), sample("8", "8", 8)),
+    "adapters": (
+        sample(
+            "a=/x, b-2=/y",
+            '["a=/x", "b-2=/y"]',
+            (AdapterSettings(name="a", path="/x"), AdapterSettings(name="b-2", path="/y")),
+        ),
+    ),
     "kv": (sample("float32", '"float32"', "float32"), sample("auto", '"auto"', "auto")),
     "activations": (sample("16", "16", 16), sample("8", "8", 8)),
     "kv_layout": (sample("rows", '"rows"', "rows"), sample("slab", '"slab"', "slab")),

@@ -16,6 +16,7 @@ import numpy as np
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.requests import EmbedJob, EmbedResult
 from app.core.sampling_params import SamplingParams
+from app.engine.adapters import Adapters
 from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.loop import Loop
 from app.engine.memory_profile import profile_memory
@@ -107,6 +108,7 @@ def make_loop(
     decode_seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
+    adapters: Adapters | None = None,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
     memory = profile_memory(
@@ -130,6 +132,7 @@ def make_loop(
         shift=model.shift if shift else None,
         clock=clock,
         slab_policy=slab_policy,
+        adapters=adapters,
     )
 
 

@@ -29,7 +29,7 @@ from app.core.requests import (
     Message,
     Regex,
 )
-from app.core.settings import ModelSettings, Settings
+from app.core.settings import AdapterSettings, ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.loop import Loop
 from app.engine.model_info import complete_config
@@ -42,6 +42,7 @@ from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter, sum_engine_stats
 from tests import tiny
 from tests.batches import flatten
+from tests.engine.test_adapters import write_adapter
 
 MEBIBYTE = 1 << 20
 
@@ -628,3 +629,57 @@ def test_an_explicit_load_ignores_the_backoff_of_failed_loads(tmp_path: Path) ->
         assert (await load(router, "b")).phase == "ready"
 
     with_router(tmp_path, use)
+
+
+class TestAdapters:
+    """One model with two adapters."""
+
+    @staticmethod
+    def use(folder: Path, tmp_path: Path, use: Callable[[ModelRouter], Awaitable[Any]]) -> Any:
+        adapters = tuple(
+            AdapterSettings(name=name, path=str(write_adapter(tmp_path / name, index)))
+            for index, name in enumerate("xy")
+        )
+        return with_router(folder, use, names="a", adapters=adapters)
+
+    def test_every_name_of_an_adapter_selects_it(self, folder: Path, tmp_path: Path):
+        async def use(router: ModelRouter) -> Any:
+            names = ["a", "a:x", "x", "a:y", "a:y:latest"]
+            cards = [(await router.resolve(name)).card for name in names]
+            return [(card.id, card.parent) for card in cards]
+
+        assert self.use(folder, tmp_path, use) == [
+            ("a", None),
+            ("a:x", "a"),
+            ("a:x", "a"),
+            ("a:y", "a"),
+            ("a:y", "a"),
+        ]
+
+    def test_they_are_listed_after_the_model(self, folder: Path, tmp_path: Path):
+        async def use(router: ModelRouter) -> Any:
+            names = [card.id for card in router.list_models()]
+            details = [(one.name, one.parent) for one in await router.list_details()]
+            return names, details, [state.name for state in router.list_model_states()]
+
+        names, details, states = self.use(folder, tmp_path, use)
+        assert names == ["a", "a:x", "a:y"]
+        assert details == [("a", ""), ("a:x", "a"), ("a:y", "a")]
+        assert states == ["a"]
+
+    def test_an_unknown_adapter_is_an_unknown_model(self, folder: Path, tmp_path: Path):
+        async def use(router: ModelRouter) -> Any:
+            with pytest.raises(AppError) as caught:
+                await router.resolve("a:z")
+            return caught.value.kind
+
+        assert self.use(folder, tmp_path, use) is ErrorKind.MODEL_NOT_FOUND
+
+    def test_an_adapter_has_no_embeddings(self, folder: Path, tmp_path: Path):
+        async def use(router: ModelRouter) -> Any:
+            request = EmbedRequest(model="a:x", inputs=(EmbedInput(content="a", param="input"),))
+            with pytest.raises(AppError, match="request a") as caught:
+                await router.embed(request, await router.resolve("a:x"))
+            return caught.value.param
+
+        assert self.use(folder, tmp_path, use) == "model"

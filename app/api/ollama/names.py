@@ -41,7 +41,7 @@ def get_name(**fields: str | None) -> str:
 async def find_model(models: Models, name: str | None) -> ResolvedModel:
     """Returns the model of that name, or the only model. Raises AppError(MODEL_NOT_FOUND), and
     AppError(INVALID) without a name if there are several models."""
-    if name is None and len(models.list_models()) == 1:
+    if name is None and len(models.list_model_states()) == 1:
         return await models.resolve(None)
     if name is None or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise invalid_request("model", "model is required")

@@ -89,7 +89,10 @@ def _model_routes(models: Models) -> list[Route]:
         await models.rescan()
         states = {state.name: state for state in models.list_model_states()}
         admin = is_admin(request.scope)
-        data = [_render_model(card, states[card.id], admin=admin) for card in models.list_models()]
+        data = [
+            _render_model(card, states[card.parent or card.id], admin=admin)
+            for card in models.list_models()
+        ]
         return json_response({"object": "list", "data": data})
 
     async def retrieve_model(request: Request) -> Response:
@@ -135,10 +138,12 @@ def _render_model(card: ModelCard, state: ModelState, *, admin: bool) -> JsonObj
     the caller may see the model's folder."""
     return {
         **render_model_state(state),
+        "id": card.id,
         "created": card.created,
         "owned_by": "mlxrunner",
         "context_length": card.context_length,
         **({"aliases": card.aliases} if card.aliases else {}),
+        **({"parent": card.parent} if card.parent is not None else {}),
         # vLLM's names
         "max_model_len": card.context_length,
         **({"root": str(card.folder)} if admin and card.folder is not None else {}),

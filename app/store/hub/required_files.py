@@ -16,7 +16,6 @@ _CONFIG_FILES = frozenset(
         "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
-        "tiktoken.model",
         "special_tokens_map.json",
         "added_tokens.json",
         "chat_template.jinja",
@@ -56,9 +55,7 @@ def check_loadable(repo: str, paths: Iterable[str]) -> None:
     if not any(map(is_weights_file, selected)):
         raise AppError(ErrorKind.MODEL_FILES, f"{repo} {_describe_contents(paths)}")
     for name in ("config.json", "tokenizer.json"):
-        # app/store/tiktoken_vocabulary.py replaces a tokenizer.json
-        has_other = name == "tokenizer.json" and "tiktoken.model" in selected
-        if name not in selected and not has_other:
+        if name not in selected:
             raise AppError(
                 ErrorKind.MODEL_FILES,
                 f"{repo} has no {name}, which is required: use a copy of the model that "
