@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.store import safetensors_header
+from app.store import safetensors_header, tiktoken_vocabulary
 from app.store.config_files import is_regular_file, read_json_object, read_text
 from app.store.safetensors_header import SafetensorsHeader
 from app.store.vocabulary import count_token_ids
@@ -38,12 +38,10 @@ def read(folder: Path, *, name: str) -> ModelFiles:
     config = read_json_object(folder / "config.json")
     if config is None:
         raise _missing_config_error(folder)
+    tokenizer_config = read_json_object(folder / "tokenizer_config.json") or {}
     tokenizer = folder / "tokenizer.json"
     if not is_regular_file(tokenizer):
-        raise _model_files_error(
-            f"{folder} has no tokenizer.json, the only supported tokenizer format: load the "
-            "tokenizer with transformers' AutoTokenizer and save it to create this file"
-        )
+        tokenizer = _convert_tokenizer(folder, tokenizer_config)
     if "auto_map" in config:
         log.info("%s: the model's own code (auto_map) is not run", name)
     shards = _find_shards(folder)
@@ -53,7 +51,7 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         config=config,
         shards=tuple(header.path for header in shards),
         tokenizer_path=tokenizer,
-        tokenizer_config=read_json_object(folder / "tokenizer_config.json") or {},
+        tokenizer_config=tokenizer_config,
         generation_config=read_json_object(folder / "generation_config.json") or {},
         chat_template=read_text(folder / "chat_template.jinja"),
         created=int(folder.stat().st_mtime),
@@ -61,6 +59,24 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         weight_bytes=sum(header.nbytes for header in shards),
         weights_digest=safetensors_header.combine_fingerprints(shards),
     )
+
+
+def _convert_tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> Path:
+    """Returns the tokenizer.json that replaces another format. Raises AppError(MODEL_FILES) if none
+    can be built."""
+    vocabulary = folder / tiktoken_vocabulary.FILE_NAME
+    if not is_regular_file(vocabulary):
+        raise _model_files_error(
+            f"{folder} has no tokenizer.json, the only supported tokenizer format: load the "
+            "tokenizer with transformers' AutoTokenizer and save it to create this file"
+        )
+    if not tiktoken_vocabulary.uses_known_code(tokenizer_config):
+        raise _model_files_error(
+            f"{folder} has a {vocabulary.name}, but no tokenizer.json: how a text is split is only "
+            "in the model's own code, which is not run; use a copy of the model that has a "
+            "tokenizer.json"
+        )
+    return tiktoken_vocabulary.write_tokenizer(vocabulary, tokenizer_config)
 
 
 def _missing_config_error(folder: Path) -> AppError:

@@ -1,6 +1,7 @@
 """Cohere 2 MoE, compared with its formulas in float64. mlx-lm has no class of it; `make parity`
 compares with transformers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -64,7 +65,7 @@ PROMPT = np.random.default_rng(1).integers(0, 101, 23).tolist()
 CASES_BY_NAME = pytest.mark.parametrize("case", TRANSFORMERS_CASES, ids=lambda case: case.name)
 
 
-def build(config: dict[str, Any]) -> Any:
+def build(config: Mapping[str, Any]) -> Any:
     model = cohere2_moe.Model(cohere2_moe.Config.from_dict(config))
     parity.draw_weights(model, seed=0)
     return model
@@ -101,10 +102,9 @@ def test_one_position_follows_the_formulas(case: Case) -> None:
         else:
             shares = 1 / (1 + np.exp(-logits[chosen]))
             shares = shares / shares.sum() if config.norm_topk_prob else shares
-        y = sum(
-            share * mlp(layer.switch_mlp, x, expert)
-            for share, expert in zip(shares, chosen, strict=True)
-        )
+        y = np.zeros_like(x)
+        for share, expert in zip(shares, chosen, strict=True):
+            y += share * mlp(layer.switch_mlp, x, expert)
         if not config.num_shared_experts:
             return y
         total = y + mlp(layer.shared_experts, x)

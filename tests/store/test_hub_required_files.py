@@ -1,6 +1,9 @@
 """The files of a repository that are downloaded."""
 
-from app.store.hub.required_files import select_files
+import pytest
+
+from app.core.errors import AppError
+from app.store.hub.required_files import check_loadable, select_files
 
 
 def test_pooling_configs_and_dense_layers_are_downloaded_with_the_model():
@@ -25,3 +28,11 @@ def test_pooling_configs_and_dense_layers_are_downloaded_with_the_model():
         "tokenizer.json",
         "model.safetensors",
     ]
+
+
+def test_a_tiktoken_model_replaces_a_tokenizer_json() -> None:
+    listing = ["README.md", "config.json", "model.safetensors", "tiktoken.model"]
+    check_loadable("moonshotai/Kimi-K2", listing)
+    assert select_files(listing) == ["config.json", "tiktoken.model", "model.safetensors"]
+    with pytest.raises(AppError, match=r"has no tokenizer\.json, which is required"):
+        check_loadable("org/other", [name for name in listing if name != "tiktoken.model"])

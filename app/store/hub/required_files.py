@@ -16,6 +16,7 @@ _CONFIG_FILES = frozenset(
         "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
+        "tiktoken.model",
         "special_tokens_map.json",
         "added_tokens.json",
         "chat_template.jinja",
@@ -55,7 +56,9 @@ def check_loadable(repo: str, paths: Iterable[str]) -> None:
     if not any(map(is_weights_file, selected)):
         raise AppError(ErrorKind.MODEL_FILES, f"{repo} {_describe_contents(paths)}")
     for name in ("config.json", "tokenizer.json"):
-        if name not in selected:
+        # app/store/tiktoken_vocabulary.py replaces a tokenizer.json
+        has_other = name == "tokenizer.json" and "tiktoken.model" in selected
+        if name not in selected and not has_other:
             raise AppError(
                 ErrorKind.MODEL_FILES,
                 f"{repo} has no {name}, which is required: use a copy of the model that "

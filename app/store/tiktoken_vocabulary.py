@@ -1,0 +1,226 @@
+"""Builds a tokenizer.json from a tiktoken.model, as Kimi's repositories have it.
+
+Knows: the format of tiktoken's files and of tokenizer.json, how Kimi's tokenizer splits a text.
+Must not know: the tokenizers library, models.
+
+A line of the file is a token in base64 and its rank, which is also its ID. tiktoken merges the pair
+of parts whose union has the lowest rank. A tokenizer.json lists the pairs in this order.
+
+How a text is split is not in the file, but in the repository's Python code, which is not run. So
+only the code of Kimi K2 and K3 is supported, by its name. It reserves 256 IDs after the tokens for
+special tokens.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from app.core.errors import AppError, ErrorKind
+from app.store.config_files import is_regular_file, unreadable_error
+from app.store.digests import app_cache_folder
+
+FILE_NAME = "tiktoken.model"
+
+# changes when the result for the same file changes
+_VERSION = "1"
+
+# Kimi's file has 163,584 tokens in 2.8 MB. A token of n bytes has n - 1 splits.
+_MAX_BYTES = 16 << 20
+_MAX_TOKEN_BYTES = 256
+
+_NUM_SPECIAL_TOKENS = 256
+
+# the prefix of the class in tokenizer_config.json's auto_map
+_KIMI_CODE = "tokenization_kimi."
+
+# letters that are not Chinese characters, without upper case or without lower case
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_KIMI_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def uses_known_code(tokenizer_config: Mapping[str, Any]) -> bool:
+    """Returns whether tokenizer_config.json names Kimi's code."""
+    named = _as_object(tokenizer_config.get("auto_map")).get("AutoTokenizer")
+    names = cast("list[Any]", named) if isinstance(named, list) else [named]
+    return any(isinstance(name, str) and name.startswith(_KIMI_CODE) for name in names)
+
+
+def write_tokenizer(path: Path, tokenizer_config: Mapping[str, Any]) -> Path:
+    """Returns the path of the tokenizer.json for a tiktoken.model. It is in the cache folder, and
+    is built if it is not there yet. Raises AppError(MODEL_FILES)."""
+    content = _read(path)
+    special = tokenizer_config.get("added_tokens_decoder")
+    key = [_VERSION.encode(), content, orjson.dumps(special, option=orjson.OPT_SORT_KEYS)]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in key)).hexdigest()
+    target = app_cache_folder() / "tiktoken" / digest[:32] / "tokenizer.json"
+    if target.is_file():
+        return target
+    built = orjson.dumps(build_tokenizer(path, content, tokenizer_config))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # another process may read it
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+            file.write(built)
+        os.replace(file.name, target)
+    except OSError as error:
+        raise AppError(
+            ErrorKind.MODEL_FILES,
+            f"the tokenizer of {path} cannot be written to {target}: {error.strerror or error}; "
+            "set XDG_CACHE_HOME to a writable folder",
+        ) from error
+    return target
+
+
+def build_tokenizer(
+    path: Path, content: bytes, tokenizer_config: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Returns the content of a tokenizer.json. Raises AppError(MODEL_FILES) for an invalid line."""
+    ranks = _parse_ranks(path, content)
+    letters = _map_bytes()
+
+    def spell(token: bytes) -> str:
+        return "".join(map(letters.__getitem__, token))
+
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": _KIMI_PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _list_special_tokens(len(ranks), tokenizer_config),
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            # a part that is a token is not merged, which its merges need not lead to
+            "ignore_merges": True,
+            "vocab": {spell(token): rank for token, rank in ranks.items()},
+            "merges": [(spell(left), spell(right)) for left, right in _derive_merges(ranks)],
+        },
+    }
+
+
+def _read(path: Path) -> bytes:
+    is_regular_file(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise unreadable_error(path, error.strerror or str(error)) from error
+    if len(content) > _MAX_BYTES:
+        raise unreadable_error(path, f"it has more than {_MAX_BYTES} bytes")
+    return content
+
+
+def _parse_ranks(path: Path, content: bytes) -> Mapping[bytes, int]:
+    """Returns the rank of each token, the lowest first."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line:
+            continue
+        encoded, _, rank = line.partition(b" ")
+        try:
+            token = base64.b64decode(encoded, validate=True)
+        except binascii.Error:
+            token = b""
+        if not 0 < len(token) <= _MAX_TOKEN_BYTES or rank != b"%d" % len(ranks):
+            raise unreadable_error(
+                path, f"line {number} is not a token in base64 and its rank {len(ranks)}"
+            )
+        if token in ranks:
+            raise unreadable_error(path, f"line {number} repeats a token")
+        ranks[token] = len(ranks)
+    if any(bytes([value]) not in ranks for value in range(256)):
+        raise unreadable_error(path, "some single bytes have no token")
+    return ranks
+
+
+def _derive_merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Returns all pairs of tokens whose concatenation is a token, in the order of its rank."""
+    merges: list[tuple[bytes, bytes]] = []
+    for token in ranks:
+        pairs = [
+            (ranks[token[:cut]], ranks[token[cut:]], cut)
+            for cut in range(1, len(token))
+            if token[:cut] in ranks and token[cut:] in ranks
+        ]
+        merges += [(token[:cut], token[cut:]) for _, _, cut in sorted(pairs)]
+    return merges
+
+
+def _list_special_tokens(
+    first: int, tokenizer_config: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Returns the tokens with the IDs after the vocabulary. Those without a name in
+    added_tokens_decoder are reserved."""
+    named = _as_object(tokenizer_config.get("added_tokens_decoder"))
+    tokens: list[Mapping[str, Any]] = []
+    for id in range(first, first + _NUM_SPECIAL_TOKENS):
+        declared = _as_object(named.get(str(id)))
+        content, special = declared.get("content"), declared.get("special") is not False
+        if not isinstance(content, str) or not content:
+            content, special = f"<|reserved_token_{id}|>", True
+        tokens.append(
+            {
+                "id": id,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": special,
+            }
+        )
+    return tokens
+
+
+def _as_object(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _map_bytes() -> Mapping[int, str]:
+    """Returns the printable character for each byte (GPT-2, Radford et al. 2019): bytes that are no
+    printable characters of Latin-1 have the characters from U+0100 on, in their order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in printable]
+    return {value: chr(value) for value in printable} | {
+        value: chr(0x100 + place) for place, value in enumerate(others)
+    }
