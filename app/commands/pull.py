@@ -5,6 +5,7 @@ download itself.
 """
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app import store
@@ -75,7 +76,8 @@ def plan_model_download(name: HubName) -> "DownloadPlan":
     from app.store.hub.download_plan import plan_download
 
     offer = plan_download(name)
-    check_config(str(name), offer.config)
+    if not offer.is_gguf:  # its metadata is in the file
+        check_config(str(name), offer.config)
     return offer
 
 
@@ -120,4 +122,4 @@ def _parse_hub_name(text: str, revision: str | None) -> HubName:
         raise AppError(
             ErrorKind.INVALID, f"{revision!r} is not the name of a branch, tag or commit"
         )
-    return HubName(repo_id=name.repo_id, revision=revision)
+    return replace(name, revision=revision)

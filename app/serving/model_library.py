@@ -315,6 +315,9 @@ def _plan_download(name: HubName) -> "DownloadPlan":
             raise
         message = f"{_MISSING_MODEL}: {error.marked_message}"
         raise AppError(error.kind, message) from error
+    if plan.is_gguf:
+        message = f"{name} is a GGUF file: download it with `mlxrunner pull {name}`"
+        raise AppError(ErrorKind.INVALID, message)
     try:
         check_config(str(name), plan.config)
     except AppError as error:

@@ -22,6 +22,11 @@ _PATH_STARTS = ("/", "./", "../", "~")
 # the parts of a hub ID, by huggingface_hub's own rule; `--` and `..` are also forbidden
 _ORGANIZATION_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REPOSITORY_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
+# the labels of quantizations in file names of GGUF repositories; Ollama's tags are other words
+_QUANTIZATION_PATTERN = re.compile(
+    r"(.+):((?:UD-)?(?:I?Q\d[A-Z0-9_]{0,16}|BF16|F16|F32|MXFP4(?:_MOE)?))", re.IGNORECASE
+)
+_HUB_HOSTS = ("hf.co/", "huggingface.co/")
 _REVISION_PATTERN = re.compile(r"\w[\w./-]{0,254}", re.ASCII)
 
 # the parts of an Ollama name; only the host may contain a colon, before its port
@@ -32,13 +37,15 @@ _PART_PATTERN = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
     """A repository on the Hugging Face hub. revision: a branch, a tag or a commit; None is the main
-    branch."""
+    branch. quantization: selects one of the repository's GGUF files, such as Q4_K_M."""
 
     repo_id: str
     revision: str | None = None
+    quantization: str | None = None
 
     def __str__(self) -> str:
-        return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+        text = self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+        return text if self.quantization is None else f"{text}:{self.quantization}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +101,13 @@ def parse_model_name(text: str) -> ModelName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Parses org/name or org/name@revision."""
+    """Parses org/name or org/name@revision, and for GGUF files org/name:Q4_K_M. hf.co/ may precede
+    it, as in Ollama and llama.cpp."""
+    for host in _HUB_HOSTS:
+        text = text.removeprefix(host)
+    quantization = None
+    if match := _QUANTIZATION_PATTERN.fullmatch(text):
+        text, quantization = match.groups()
     repo, at, revision = text.partition("@")
     organization, slash, name = repo.partition("/")
     if (
@@ -107,7 +120,7 @@ def parse_hub_name(text: str) -> HubName | None:
         return None
     if at and not is_revision(revision):
         return None
-    return HubName(repo_id=repo, revision=revision or None)
+    return HubName(repo_id=repo, revision=revision or None, quantization=quantization)
 
 
 def is_revision(text: str) -> bool:

@@ -22,6 +22,7 @@ from huggingface_hub.file_download import repo_folder_name
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.store import hf_folder
+from app.store.gguf import model as gguf_model
 from app.store.hub import required_files
 from app.store.model_names import HubName, ModelNotFoundError, is_revision, parse_hub_name
 
@@ -45,10 +46,14 @@ def find(name: HubName) -> ModelFiles | None:
     cannot be read."""
     storage = repo_folder(name.repo_id)
     revision = _expand_commit(storage, name.revision)
+    if name.quantization is not None:
+        return _find_gguf(name, storage, revision)
     config = try_to_load_from_cache(
         name.repo_id, "config.json", cache_dir=cache_folder(), revision=revision
     )
     if not isinstance(config, str):
+        if (files := _find_gguf(name, storage, revision)) is not None:
+            return files
         if _has_partial_download(name.repo_id, revision):
             raise _incomplete_error(name)
         return None
@@ -57,6 +62,32 @@ def find(name: HubName) -> ModelFiles | None:
     if missing:
         raise _incomplete_error(name, *missing)
     return hf_folder.read(folder, name=str(name))
+
+
+def _find_gguf(name: HubName, storage: Path, revision: str | None) -> ModelFiles | None:
+    """Finds the GGUF file of a quantization or, without one, the only or usual one."""
+    folder = _find_snapshot(storage, revision)
+    paths = [] if folder is None else _list_gguf(folder)
+    if folder is None or not paths:
+        return None
+    try:
+        found = required_files.select_gguf(str(name), paths, name.quantization)
+    except AppError:
+        return None  # another quantization was downloaded
+    return gguf_model.read(folder / found[0], name=str(name))
+
+
+def _find_snapshot(storage: Path, revision: str | None) -> Path | None:
+    ref = storage / "refs" / (revision or "main")
+    commit = ref.read_text(errors="replace").strip() if ref.is_file() else revision
+    folder = storage / "snapshots" / (commit or "")
+    return folder if commit and is_revision(commit) and folder.is_dir() else None
+
+
+def _list_gguf(folder: Path) -> list[str]:
+    """Returns the complete GGUF files of a snapshot. Links to missing blobs are omitted."""
+    paths = [*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def list_revisions() -> Iterator[CachedRevision]:
@@ -82,6 +113,8 @@ def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision
     refs = _read_refs(storage / "refs")
     for folder in sorted(_list_folder(storage / "snapshots")):
         if not os.path.lexists(folder / "config.json"):
+            names = refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]])
+            yield from _list_quantizations(repo_id, folder, names)
             continue
         if not _has_weights(repo_id, folder):
             if _has_incomplete_blobs(storage):
@@ -89,6 +122,18 @@ def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision
             continue
         for ref in refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]]):
             name = HubName(repo_id=repo_id, revision=None if ref == "main" else ref)
+            yield CachedRevision(name=name, folder=folder)
+
+
+def _list_quantizations(
+    repo_id: str, folder: Path, refs: Sequence[str]
+) -> Iterator[CachedRevision]:
+    """Yields the GGUF models of a snapshot."""
+    labels = {required_files.get_quantization(path) for path in _list_gguf(folder)}
+    for label in sorted(filter(None, labels)):
+        for ref in refs:
+            revision = None if ref == "main" else ref
+            name = HubName(repo_id=repo_id, revision=revision, quantization=label)
             yield CachedRevision(name=name, folder=folder)
 
 

@@ -41,13 +41,18 @@ class RemoteFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadPlan:
     """The files to download. commit: the current commit of the revision. config: the contents of
-    config.json. missing_bytes: the number of bytes that are not downloaded yet."""
+    config.json; empty for GGUF files, which contain theirs. missing_bytes: the number of bytes
+    that are not downloaded yet."""
 
     name: HubName
     commit: str
     files: tuple[RemoteFile, ...]
     config: Mapping[str, Any]
     missing_bytes: int
+
+    @property
+    def is_gguf(self) -> bool:
+        return any(file.path.endswith(".gguf") for file in self.files)
 
     @property
     def total_bytes(self) -> int:
@@ -67,26 +72,37 @@ def plan_download(name: HubName) -> DownloadPlan:
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
             listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-            required_files.check_loadable(str(name), listing)
-            files = tuple(
-                _parse_file(name, listing[path]) for path in required_files.select_files(listing)
-            )
+            paths = _select_files(name, listing)
+            files = tuple(_parse_file(name, listing[path]) for path in paths)
             commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
             raise model_error(name, f"has an invalid commit hash from the hub: {commit!r}")
-        with disable_progress_bars():
-            path = hf_hub_download(
-                name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
-            )
+        config: Mapping[str, Any] = {}
+        if "config.json" in paths:
+            with disable_progress_bars():
+                path = hf_hub_download(
+                    name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
+                )
+            config = read_json_object(Path(path)) or {}
         storage = repo_folder(name.repo_id)
         missing = sum(file.size - count_downloaded_bytes(storage, commit, file) for file in files)
     return DownloadPlan(
         name=name,
         commit=commit,
         files=files,
-        config=read_json_object(Path(path)) or {},
+        config=config,
         missing_bytes=missing,
     )
+
+
+def _select_files(name: HubName, listing: Mapping[str, Any]) -> list[str]:
+    """Returns the files of the model, or of one quantization of a repository in GGUF."""
+    selected = required_files.select_files(listing)
+    has_weights = any(map(required_files.is_weights_file, selected))
+    if name.quantization is not None or (not has_weights and required_files.has_gguf(listing)):
+        return required_files.select_gguf(str(name), listing, name.quantization)
+    required_files.check_loadable(str(name), listing)
+    return selected
 
 
 def count_downloaded_bytes(storage: Path, commit: str, file: RemoteFile) -> int:

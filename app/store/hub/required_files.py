@@ -32,6 +32,12 @@ _EMBEDDING_FILES = re.compile(
 _OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
 _SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
 
+# files of large models are in a folder named after the quantization
+_SAFE_PATH = re.compile(r"(\w[\w.+ -]*/)?\w[\w.+ -]*", re.ASCII)
+_LABEL = re.compile(
+    r"[-._]((?:UD-)?(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32|MXFP4(?:_MOE)?))$", re.IGNORECASE
+)
+
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -42,6 +48,48 @@ def select_files(paths: Iterable[str]) -> list[str]:
     root_files = [path for path in paths if _SAFE_NAME.fullmatch(path)]
     small = [p for p in paths if p in _CONFIG_FILES or _EMBEDDING_FILES.fullmatch(p)]
     return small + _select_weights(root_files)
+
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf")
+
+
+def select_gguf(repo: str, paths: Iterable[str], quantization: str | None) -> list[str]:
+    """Returns the GGUF file of a quantization, or the files of a split one. Without a quantization,
+    the usual one, Q4_K_M, or the only one is selected. Raises AppError(MODEL_FILES), with the
+    labels that the repository has."""
+    by_label: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        label = get_quantization(path)
+        if label is not None:
+            by_label.setdefault(label, []).append(path)
+    wanted = (quantization or "Q4_K_M").upper()
+    if quantization is None and len(by_label) == 1:
+        [wanted] = by_label
+    found = by_label.get(wanted, [])
+    if not found:
+        labels = ", ".join(sorted(by_label)) or "none"
+        raise AppError(ErrorKind.MODEL_FILES, f"{repo} has no GGUF file {wanted}; it has: {labels}")
+    models = {_SHARD.sub("", path) for path in found}
+    if len(models) > 1:
+        raise AppError(
+            ErrorKind.MODEL_FILES,
+            f"{repo} has several GGUF files {wanted}: {', '.join(sorted(models)[:4])}",
+        )
+    return found
+
+
+def get_quantization(path: str) -> str | None:
+    """Returns the label in the name of a model's GGUF file, in capitals, or None."""
+    name = path.rpartition("/")[2]
+    if not _SAFE_PATH.fullmatch(path) or not name.endswith(".gguf") or name.startswith("mmproj"):
+        return None
+    match = _LABEL.search(_SHARD.sub("", name).removesuffix(".gguf"))
+    return match[1].upper() if match else None
+
+
+def has_gguf(paths: Iterable[str]) -> bool:
+    """Returns whether a repository has models in GGUF."""
+    return any(get_quantization(path) for path in paths)
 
 
 def is_weights_file(path: str) -> bool:
@@ -77,8 +125,8 @@ def _select_weights(here: list[str]) -> list[str]:
 def _describe_contents(paths: list[str]) -> str:
     if any(path.endswith(".gguf") for path in paths):
         return (
-            "contains GGUF files, which are not supported: use the same model in the safetensors "
-            "format, for example from mlx-community"
+            "contains GGUF files without a known quantization in their names: download one, and "
+            "serve the file"
         )
     if any(path.endswith(_PICKLED) for path in paths):
         return (

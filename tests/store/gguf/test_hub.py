@@ -1,0 +1,102 @@
+"""GGUF files of repositories on the hub: one quantization is downloaded, found and listed."""
+
+from pathlib import Path
+
+import pytest
+
+from app import store
+from app.commands.pull import pull
+from app.core.errors import AppError
+from app.store.hub.required_files import get_quantization, select_gguf
+from app.store.model_names import HubName, ModelNotFoundError, parse_hub_name
+from tests.store.gguf.files import write_tiny
+from tests.store.gguf.test_model import split_file
+from tests.store.stand_in import StandIn
+
+REPO = "org/Tiny-GGUF"
+
+
+@pytest.fixture
+def remote(hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "remote"
+    for number, label in enumerate(("Q4_K_M", "Q8_0")):
+        write_tiny(folder / f"Tiny-{label}.gguf", seed=number)
+    (folder / "mmproj-Tiny-F16.gguf").write_bytes(b"GGUF")
+    (folder / "README.md").write_text("Tiny")
+    split = split_file(folder / "Tiny-Q8_0.gguf", folder / "BF16")
+    for path in split:
+        path.rename(path.with_name(path.name.replace("Tiny-", "Tiny-BF16-")))
+    hub.add(REPO, folder)
+    return folder
+
+
+def test_a_name_can_select_a_quantization() -> None:
+    expected = HubName(repo_id="org/name", quantization="Q4_K_M")
+    for text in ("org/name:Q4_K_M", "hf.co/org/name:Q4_K_M", "huggingface.co/org/name:Q4_K_M"):
+        assert parse_hub_name(text) == expected
+    assert str(expected) == "org/name:Q4_K_M"
+    assert parse_hub_name("org/name@main:IQ4_XS") == HubName(
+        repo_id="org/name", revision="main", quantization="IQ4_XS"
+    )
+    assert parse_hub_name("hf.co/org/name") == HubName(repo_id="org/name")
+    # a tag of Ollama
+    assert parse_hub_name("org/name:8b") is None
+
+
+def test_one_quantization_is_downloaded_and_found(
+    remote: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"hf.co/{REPO}:Q8_0"
+    with pytest.raises(ModelNotFoundError, match="not in the Hugging Face cache"):
+        store.find(name)
+    pull(name, None)
+    assert f"{REPO}:Q8_0 is complete" in capsys.readouterr().out
+    files = store.resolve(name)
+    assert files.name == f"{REPO}:Q8_0"
+    assert files.path.read_bytes() == (remote / "Tiny-Q8_0.gguf").read_bytes()
+    assert [path.name for path in files.path.parent.iterdir()] == ["Tiny-Q8_0.gguf"]
+    # the only one in the cache
+    assert store.find(REPO).path == files.path
+    listed = [entry for entry in store.list_installed() if entry.source == "hub"]
+    assert [entry.name for entry in listed] == [f"{REPO}:Q8_0"]
+    assert listed[0].read().path == files.path
+
+
+def test_the_usual_quantization_is_downloaded_by_default(remote: Path) -> None:
+    pull(REPO, None)
+    assert store.find(REPO).path.name == "Tiny-Q4_K_M.gguf"
+
+
+def test_a_split_model_in_a_folder_is_downloaded(remote: Path) -> None:
+    pull(f"{REPO}:BF16", None)
+    assert len(store.resolve(f"{REPO}:BF16").shards) == 2
+
+
+def test_an_unknown_quantization_is_rejected_with_those_that_exist(remote: Path) -> None:
+    with pytest.raises(AppError, match=r"no GGUF file Q2_K; it has: BF16, Q4_K_M, Q8_0"):
+        pull(f"{REPO}:Q2_K", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("Tiny-Q4_K_M.gguf", "Q4_K_M"),
+        ("tiny.q8_0.gguf", "Q8_0"),
+        ("Tiny-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("Q8_0/Tiny-Q8_0-00001-of-00002.gguf", "Q8_0"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("mmproj-Tiny-F16.gguf", None),
+        ("../Tiny-Q8_0.gguf", None),
+        ("a/b/Tiny-Q8_0.gguf", None),
+        ("Tiny.gguf", None),
+        ("README.md", None),
+    ],
+)
+def test_the_label_is_read_from_the_name(path: str, label: str | None) -> None:
+    assert get_quantization(path) == label
+
+
+def test_two_models_with_one_label_are_ambiguous() -> None:
+    with pytest.raises(AppError, match=r"several GGUF files Q8_0: a-Q8_0\.gguf, b-Q8_0\.gguf"):
+        select_gguf("org/x", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0")
