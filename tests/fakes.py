@@ -98,7 +98,7 @@ def make_rust_panic() -> BaseException:
 def make_front_end() -> FrontendStats:
     """The stats of an idle front end."""
     workers = ThreadPools()
-    return FrontendStats(RequestBodies(Settings(), workers, lambda: 0), workers, EventLoopLag())
+    return FrontendStats(RequestBodies(Settings(), workers), workers, EventLoopLag())
 
 
 @dataclass(frozen=True)

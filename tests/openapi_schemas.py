@@ -16,6 +16,8 @@ from msgspec import inspect
 
 from app.api.schema.anthropic import CountTokensBody, MessagesBody
 from app.api.schema.base import COMPONENT, EXACT, Options
+from app.api.schema.embeddings import EmbeddingBody, NativeEmbeddingBody, RerankBody
+from app.api.schema.llamacpp import InfillBody, NativeBody
 from app.api.schema.ollama import (
     OllamaChatBody,
     OllamaCopyBody,
@@ -27,8 +29,10 @@ from app.api.schema.ollama import (
     OllamaPullBody,
     OllamaShowBody,
 )
+from app.api.schema.ollama_runner import RunnerBody
 from app.api.schema.openai import ChatBody, CompletionBody
 from app.api.schema.responses import ResponseBody
+from app.api.schema.tokenization import DetokenizeBody, TemplateBody, TokenizeBody
 
 PATH = Path(__file__).parents[1] / "openapi.yaml"
 BEGIN = "    # Generated from app/api/schema by `make openapi`: do not edit.\n"
@@ -49,6 +53,15 @@ BODIES: Mapping[str, type[Options]] = {
     "OllamaPullRequest": OllamaPullBody,
     "OllamaCopyRequest": OllamaCopyBody,
     "OllamaCreateRequest": OllamaCreateBody,
+    "NativeRequest": NativeBody,
+    "InfillRequest": InfillBody,
+    "RunnerRequest": RunnerBody,
+    "EmbeddingRequest": EmbeddingBody,
+    "NativeEmbeddingRequest": NativeEmbeddingBody,
+    "RerankRequest": RerankBody,
+    "TokenizeRequest": TokenizeBody,
+    "DetokenizeObject": DetokenizeBody,
+    "TemplateRequest": TemplateBody,
 }
 
 # Rules between fields.
@@ -65,6 +78,15 @@ RULES: Mapping[str, Sequence[Any]] = {
         },
     ),
     "CompletionRequest": (_STREAM_OPTIONS,),
+    "TokenizeRequest": (
+        {
+            "description": "The chat template adds the special tokens of a conversation.",
+            "anyOf": [
+                {"properties": {"messages": {"type": "null"}}},
+                {"properties": {"add_special_tokens": {"enum": [False, None]}}},
+            ],
+        },
+    ),
     "ResponseRequest": (
         _STREAM_OPTIONS,
         {
@@ -87,6 +109,8 @@ REQUIRED = {
     "OllamaPullRequest": ["model"],
     "OllamaCreateRequest": ["model"],
     "OllamaCopyRequest": ["source", "destination"],
+    "InfillRequest": ["input_prefix"],
+    "NativeEmbeddingRequest": ["content"],
 }
 
 # Fields that are accepted only because some clients send them.
@@ -140,13 +164,9 @@ class SchemaBuilder:
         if name in REQUIRED:
             schema["required"] = REQUIRED[name]
         if name in RULES:
-            schema = {
-                "type": schema.pop("type"),
-                "description": schema.pop("description"),
-                "required": schema.pop("required"),
-                "allOf": list(RULES[name]),
-                **schema,
-            }
+            first = ("type", "description", "required")
+            start = {name: schema.pop(name) for name in first if name in schema}
+            schema = {**start, "allOf": list(RULES[name]), **schema}
         self.components[name] = schema
 
     def convert(self, type_: inspect.Type, *, named: bool = False) -> Any:
@@ -232,6 +252,8 @@ class SchemaBuilder:
         for name, description in cls.ignored.items():
             properties[name] = {"description": description}
         for name, rule in cls.unsupported.items():
+            if name in properties:
+                continue
             if rule.neutral:
                 properties[name] = {"enum": [*rule.neutral, None]}
             elif cls not in UNDOCUMENTED:

@@ -286,7 +286,7 @@ def build_routes(
     observers: Sequence[ObserverFactory] = (),
 ) -> list[Route]:
     settings = live.current
-    bodies = RequestBodies(settings, workers, lambda: _max_context_length(models))
+    bodies = RequestBodies(settings, workers)
     live.subscribe(bodies.apply)
     front_end = FrontendStats(bodies, workers, lag)
     metrics = Metrics(models, traffic, front_end, usage)
@@ -313,8 +313,3 @@ def _find_dialects() -> list[Any]:
 
 def _find_error_formats() -> list[DialectErrors]:
     return [dialect.ERRORS for dialect in _find_dialects() if hasattr(dialect, "ERRORS")]
-
-
-def _max_context_length(models: Models) -> int:
-    """Returns the maximum context length of all models, in tokens."""
-    return max((card.context_length for card in models.list_models()), default=0)

@@ -9,7 +9,7 @@ request.
 """
 
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import Literal
 
 from app.api.fields import invalid_request
 from app.core.request_context import add_notice
@@ -17,11 +17,6 @@ from app.core.request_context import add_notice
 AttachmentKind = Literal["image", "audio", "file"]
 
 _KINDS = {"image": "images are", "audio": "audio is", "file": "files are"}
-
-
-def peek(value: object, name: str) -> object:
-    """Returns a field of a message that is not yet checked, or None."""
-    return cast("dict[str, object]", value).get(name) if isinstance(value, dict) else None
 
 
 def is_new_question(roles: Sequence[str]) -> bool:

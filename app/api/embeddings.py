@@ -1,6 +1,6 @@
 """OpenAI's embeddings endpoint: POST /v1/embeddings.
 
-Knows: every field that OpenAI documents for the endpoint, the encodings of embeddings. Must not
+Knows: the forms of an input, the encodings of embeddings. Must not
 know: how embeddings are computed, the model's vocabulary, the context length. The serving layer
 checks the vocabulary and the context length.
 
@@ -9,7 +9,7 @@ Wire format: OpenAI's API reference, "Create embeddings".
 
 import base64
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -18,16 +18,29 @@ import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.api.fields import Fields, as_array, as_integer, as_token_ids, invalid_request, quote_value
+from app.api.fields import (
+    as_array,
+    as_integer,
+    as_mapping,
+    as_token_ids,
+    invalid_request,
+    quote_value,
+)
 from app.api.generate_endpoint import resolve_requested
-from app.api.openai.request import check_model, read_keep_alive
-from app.api.schema.unsupported_fields import reject_unsupported_fields
-from app.core.ports import Generate, Models, ResolvedModel
-from app.core.requests import Embeddings, EmbedInput, EmbedRequest, PoolingType
+from app.api.openai.request import get_keep_alive
+from app.api.schema.decode import BodyDecoder, decode_json, require
+from app.api.schema.embeddings import (
+    EMBEDDING,
+    NATIVE_EMBEDDING,
+    EmbeddingBody,
+    NativeEmbeddingBody,
+)
+from app.core.ports import Generate, Models
+from app.core.requests import Embeddings, EmbedInput, EmbedRequest
 from app.core.sampling_params import INT32_MAX
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
-from app.http.body import Body, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject
 from app.http.streaming import cancel_on_disconnect, send_json
 
@@ -58,7 +71,8 @@ class EmbedEndpoint:
     def __init__(
         self, generate: Generate, models: Models, bodies: RequestBodies, *, native: bool = False
     ) -> None:
-        self._parse = parse_native_embeddings if native else parse_embeddings
+        decoder = NATIVE_EMBEDDING if native else EMBEDDING
+        self._parse = partial(parse_embeddings, decoder=decoder)
         self._render = render_native_embeddings if native else render_embeddings
         self._generate = generate
         self._models = models
@@ -68,7 +82,10 @@ class EmbedEndpoint:
         async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, parsed = await self._parse_body(body)
+                model, parsed = await body.read(
+                    partial(resolve_requested, self._models),
+                    lambda data, model: (model, self._parse(data, model.card.id)),
+                )
                 request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
                 found = await self._generate.embed(request, model)
                 size = sum(map(len, found.vectors))
@@ -79,32 +96,25 @@ class EmbedEndpoint:
 
             await cancel_on_disconnect(receive, send, exchange)
 
-    async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedEmbedRequest]:
-        return await body.read(
-            partial(resolve_requested, self._models),
-            lambda content, model: (model, self._parse(content, model.card.id)),
-        )
 
-
-def parse_embeddings(body: object, model: str) -> ParsedEmbedRequest:
+def parse_embeddings(
+    data: bytes | bytearray, model: str, decoder: BodyDecoder[EmbeddingBody] = EMBEDDING
+) -> ParsedEmbedRequest:
     """Parses the body of POST /v1/embeddings. Raises AppError(INVALID) for an invalid request."""
-    fields = Fields.from_value(body)
-    check_model(fields)
-    inputs = _inputs(fields)
-    parsed = ParsedEmbedRequest(
+    body = decoder.decode(data)
+    value = decode_json(body.input)
+    if value is None and isinstance(body, NativeEmbeddingBody):
+        value = decode_json(body.content)
+    return ParsedEmbedRequest(
         request=EmbedRequest(
             model=model,
-            inputs=inputs,
-            pooling=_read_pooling(fields),
-            dimensions=fields.integer("dimensions", 1, INT32_MAX),
-            keep_alive=read_keep_alive(fields),
+            inputs=_build_inputs(require(value, "input")),
+            pooling=body.pooling,
+            dimensions=body.dimensions,
+            keep_alive=get_keep_alive(body.keep_alive, body.ttl),
         ),
-        encoding=_read_encoding(fields),
+        encoding=body.encoding_format or "float",
     )
-    fields.string("user")  # documented by OpenAI, accepted but not used
-    reject_unsupported_fields(fields, "embeddings")
-    fields.check_unknown()
-    return parsed
 
 
 def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
@@ -125,17 +135,6 @@ def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> Jso
     }
 
 
-def parse_native_embeddings(body: object, model: str) -> ParsedEmbedRequest:
-    """Parses the body of llama.cpp's POST /embedding, which may name the input `content`. Raises
-    AppError(INVALID) for an invalid request."""
-    given = cast(JsonObject, body) if isinstance(body, dict) else {}
-    content = given.get("content")
-    if content is None or given.get("input") is not None:
-        return parse_embeddings(cast(object, body), model)
-    rest = {name: value for name, value in given.items() if name != "content"}
-    return parse_embeddings({**rest, "input": content}, model)
-
-
 def render_native_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> object:
     """Builds llama.cpp's response body. Each input has a list of vectors, and with pooling one."""
     return [
@@ -154,42 +153,41 @@ def _as_floats(vector: bytes) -> orjson.Fragment:
     return orjson.Fragment(orjson.dumps(numbers.tolist()))
 
 
-def _inputs(fields: Fields) -> tuple[EmbedInput, ...]:
-    """Reads `input`, which is a text, a list of token IDs, a list of texts, or a list of token ID
-    lists. In place of a text, there may be an object, as in llama.cpp, and in a list of token IDs,
-    there may be texts."""
-    value = fields.required("input")
+def _build_inputs(value: Any) -> tuple[EmbedInput, ...]:
+    """Converts `input`, which is a text, a list of token IDs, a list of texts, or a list of token
+    ID lists. In place of a text, there may be an object, as in llama.cpp, and in a list of token
+    IDs, there may be texts."""
     if isinstance(value, str | dict):
-        return (_input(value, "input"),)
+        return (_build_input(value, "input"),)
     items = as_array(value)
     if not items:
         wanted = "a string, a list of token IDs, or a list of these"
         raise invalid_request("input", f"input must be {wanted}, not {quote_value(value)}")
     if as_integer(items[0]) is not None:
-        return (_input(items, "input"),)
+        return (_build_input(items, "input"),)
     if len(items) > MAX_INPUTS:
         raise invalid_request(
             "input", f"input must contain at most {MAX_INPUTS} texts, not {len(items)}"
         )
-    return tuple(_input(item, f"input.{n}") for n, item in enumerate(items))
+    return tuple(_build_input(item, f"input.{n}") for n, item in enumerate(items))
 
 
-def _input(value: Any, at: str) -> EmbedInput:
+def _build_input(value: Any, at: str) -> EmbedInput:
     if isinstance(value, dict):
-        value = _read_text(Fields.from_value(cast(object, value), at))
+        value = get_text_of_object(cast("dict[str, Any]", value), at)
     if isinstance(value, str) and value:
         return EmbedInput(content=value, param=at)
     if items := as_array(value):
         if any(isinstance(item, str) for item in items):
-            return EmbedInput(content=_read_parts(items, at), param=at)
+            return EmbedInput(content=_build_parts(items, at), param=at)
         return EmbedInput(content=as_token_ids(items, at), param=at)
     raise invalid_request(
         at, f"{at} must be a text or a list of token IDs, not {quote_value(value)}"
     )
 
 
-def _read_parts(items: Sequence[object], at: str) -> tuple[int | str, ...]:
-    """Reads token IDs and texts in order, as in llama.cpp."""
+def _build_parts(items: Sequence[object], at: str) -> tuple[int | str, ...]:
+    """Converts token IDs and texts in order, as in llama.cpp."""
     parts: list[int | str] = []
     for index, item in enumerate(items):
         part = item if isinstance(item, str) and item else as_integer(item)
@@ -201,36 +199,26 @@ def _read_parts(items: Sequence[object], at: str) -> tuple[int | str, ...]:
     return tuple(parts)
 
 
-def _read_text(fields: Fields) -> str:
-    """Reads the text of an object: `prompt_string`, or the text parts in `content`."""
-    text = fields.string("prompt_string")
-    if text is None:
-        path, texts = fields.path("content"), list[str]()
-        for place, item in enumerate(as_array(fields.required("content")) or [None]):
-            part = Fields.from_value(item, f"{path}.{place}")
-            part.required_one_of("type", ("text",))
-            texts.append(part.required_string("text"))
-            part.ignore_unknown()
-        text = "".join(texts)
-    fields.check_unknown()
-    return text
+def get_text_of_object(value: Mapping[str, Any], at: str) -> str:
+    """Returns the text of an object as in llama.cpp: `prompt_string`, or the text parts in
+    `content`. at: the path of the object. Raises AppError(INVALID)."""
+    text = value.get("prompt_string")
+    if text is None and value.get("content") is not None:
+        parts = as_array(value["content"]) or [None]
+        return "".join(_get_text(part, f"{at}.content.{n}") for n, part in enumerate(parts))
+    path = f"{at}.content" if text is None else f"{at}.prompt_string"
+    return _check_text(require(text, path), path)
 
 
-def _read_pooling(fields: Fields) -> PoolingType | None:
-    value = fields.string("pooling")
-    if value is None or value == "mean" or value == "last" or value == "cls":
-        return value
-    raise invalid_request(
-        "pooling", f'pooling must be "mean", "last" or "cls", not {quote_value(value)}'
-    )
+def _get_text(part: Any, path: str) -> str:
+    fields = as_mapping(part, path)
+    if fields.get("type") != "text":
+        kind = quote_value(fields.get("type"))
+        raise invalid_request(f"{path}.type", f"{path}.type must be 'text', not {kind}")
+    return _check_text(require(fields.get("text"), f"{path}.text"), f"{path}.text")
 
 
-def _read_encoding(fields: Fields) -> Encoding:
-    value = fields.string("encoding_format")
-    if value is None or value == "float":
-        return "float"
-    if value == "base64":
-        return value
-    raise invalid_request(
-        "encoding_format", f'encoding_format must be "float" or "base64", not {quote_value(value)}'
-    )
+def _check_text(value: object, path: str) -> str:
+    if not isinstance(value, str):
+        raise invalid_request(path, f"{path} must be a string, not {quote_value(value)}")
+    return value

@@ -29,7 +29,7 @@ class FrontendStats:
             "LoopLagWorst": round(self.lag.worst, 4),
             "Bodies": self.bodies.in_flight,
             "BodyBytes": self.bodies.reserved_bytes,
-            "BodiesParsing": self.bodies.parsing,
+            "BodiesParsing": self.bodies.decoding,
             "WorkRunning": self.workers.running,
             "WorkQueued": self.workers.queued,
         }

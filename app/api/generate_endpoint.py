@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +25,7 @@ from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
-from app.http.body import Body, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject
 from app.http.streaming import (
     KEEP_ALIVE_COMMENT,
@@ -160,8 +160,7 @@ class GenerateEndpoint:
     """An ASGI application for one POST route that generates output.
 
     parse: builds the request from the bytes of the body, the caller's name and the model. It raises
-    AppError for an invalid request. max_values: if it is not 0, `parse` gets parsed JSON of at most
-    so many values instead of bytes.
+    AppError for an invalid request.
 
     An AppError raised before the first byte of the response determines the HTTP status code. A
     later AppError is written to the stream.
@@ -169,38 +168,30 @@ class GenerateEndpoint:
 
     def __init__(
         self,
-        parse: Callable[[Any, str, ModelCard], ParsedRequest],
+        parse: Callable[[bytearray, str, ModelCard], ParsedRequest],
         generate: Generate,
         models: Models,
         settings: Settings,
         bodies: RequestBodies,
-        *,
-        max_values: int = 0,
     ) -> None:
         self._parse = parse
         self._models = models
         self._bodies = bodies
-        self._max_values = max_values
         self._responder = GenerateResponder(generate, settings, bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.receive_json(scope, receive, self._max_values) as body:
+        async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, parsed = await self._parse_body(body)
+                model, parsed = await body.read(
+                    partial(resolve_requested, self._models),
+                    lambda data, model: (model, self._parse(data, body.caller, model.card)),
+                )
                 if parsed.complete is not None:
                     parsed = await parsed.complete(model)
                 await self._responder.respond(model, parsed, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)
-
-    async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedRequest]:
-        find = partial(resolve_requested, self._models)
-
-        def read(content: object, model: ResolvedModel) -> tuple[ResolvedModel, ParsedRequest]:
-            return model, self._parse(content, body.caller, model.card)
-
-        return await (body.read(find, read) if self._max_values else body.read_bytes(find, read))
 
 
 class GenerateResponder:

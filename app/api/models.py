@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.fields import Fields, invalid_request
-from app.api.openai.request import read_keep_alive
+from app.api.fields import invalid_request
+from app.api.openai.request import get_keep_alive
+from app.api.openai.sampling import to_tuple
+from app.api.schema.models import DEFAULTS, LOAD, MODEL, DefaultValues
 from app.core.model_files import ModelDefaults
 from app.core.models import DownloadPreview, ModelState
 from app.core.ports import Generate, Models
-from app.core.sampling_params import INT32_MAX, SAMPLING_KNOBS
+from app.core.sampling_params import SAMPLING_KNOBS
 from app.core.settings import Settings
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
@@ -26,33 +28,28 @@ def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
     async def load(request: Request) -> Response:
-        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
-        model, keep_alive = fields.required_string("model"), read_keep_alive(fields)
-        fields.check_unknown()
-        state = await models.load(await models.resolve(model), keep_alive)
+        body = await bodies.decode(request.scope, request.receive, LOAD.decode)
+        keep_alive = get_keep_alive(body.keep_alive, body.ttl)
+        state = await models.load(await models.resolve(body.model), keep_alive)
         return json_response(render_model_state(state))
 
     async def unload(request: Request) -> Response:
-        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
-        model = fields.required_string("model")
-        fields.check_unknown()
-        return json_response(render_model_state(await models.unload(await models.resolve(model))))
+        body = await bodies.decode(request.scope, request.receive, MODEL.decode)
+        state = await models.unload(await models.resolve(body.model))
+        return json_response(render_model_state(state))
 
     async def defaults(request: Request) -> Response:
-        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
-        model = await models.resolve(fields.required_string("model"))
-        given = fields.nested("defaults")
-        fields.check_unknown()
+        body = await bodies.decode(request.scope, request.receive, DEFAULTS.decode)
+        model = await models.resolve(body.model)
         saved = None
-        if given is not None:
-            saved = await models.set_defaults(model, read_defaults(given, model.card.id))
+        if body.defaults is not None:
+            given = build_defaults(body.defaults, model.card.id)
+            saved = await models.set_defaults(model, given)
         return json_response(render_defaults(models.get_defaults(model), saved))
 
     async def preview(request: Request) -> Response:
-        fields = Fields.from_value(await bodies.read_json(request.scope, request.receive))
-        model = fields.required_string("model")
-        fields.check_unknown()
-        return json_response(render_preview(await models.library.preview(model)))
+        body = await bodies.decode(request.scope, request.receive, MODEL.decode)
+        return json_response(render_preview(await models.library.preview(body.model)))
 
     return [
         Route("/v1/models/preview", preview, methods=["POST"]),
@@ -79,44 +76,33 @@ def render_model_state(state: ModelState) -> JsonObject:
 
 # longer names would not fit in a list
 _MAX_ALIAS_CHARS = 200
-_MAX_ALIASES = 16
 
 
-def read_defaults(fields: Fields, model: str) -> ModelDefaults:
-    """Reads all defaults of a model. A field that is absent resets its value."""
-    aliases, system = _read_aliases(fields), fields.string("system")
-    sampling: dict[str, float | int] = {}
-    for knob in SAMPLING_KNOBS:
-        if knob.kind is int:
-            value = fields.integer(knob.name, int(knob.low), int(knob.high))
-        else:
-            value = fields.number(knob.name, knob.low, knob.high)
-        if value is not None:
-            sampling[knob.name] = value
-    found = ModelDefaults(
+def build_defaults(values: DefaultValues, model: str) -> ModelDefaults:
+    """Returns all defaults of a model. Raises AppError(INVALID)."""
+    system = values.system
+    sampling = {knob.name: getattr(values, knob.name) for knob in SAMPLING_KNOBS}
+    return ModelDefaults(
         name=model,
-        aliases=aliases,
+        aliases=_check_aliases(to_tuple(values.aliases)),
         system=system if system is not None and system.strip() else None,
-        context=fields.integer("context", 2, INT32_MAX),
-        keep_alive=read_keep_alive(fields),
-        max_tokens=fields.integer("max_tokens", 1, INT32_MAX),
-        sampling=sampling,
+        context=values.context,
+        keep_alive=get_keep_alive(values.keep_alive, values.ttl),
+        max_tokens=values.max_tokens,
+        sampling={name: value for name, value in sampling.items() if value is not None},
     )
-    fields.check_unknown()
-    return found
 
 
-def _read_aliases(fields: Fields) -> tuple[str, ...]:
-    path = fields.path("aliases")
-    found = fields.strings("aliases", _MAX_ALIASES)
-    for alias in found:
+def _check_aliases(aliases: tuple[str, ...]) -> tuple[str, ...]:
+    path = "defaults.aliases"
+    for alias in aliases:
         if not (alias.isprintable() and alias == alias.strip() and len(alias) <= _MAX_ALIAS_CHARS):
             raise invalid_request(
                 path, f"{path} must be names of 1 to {_MAX_ALIAS_CHARS} printable characters"
             )
-    if len(set(found)) < len(found):
+    if len(set(aliases)) < len(aliases):
         raise invalid_request(path, f"{path} contains a name twice")
-    return tuple(found)
+    return aliases
 
 
 def render_defaults(defaults: ModelDefaults, saved: bool | None) -> JsonObject:

@@ -14,143 +14,87 @@ probabilities.
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import cast
 
-import orjson
+import msgspec
 
-from app.api.fields import INT64, Fields, as_number, invalid_request, quote_value
+from app.api.fields import invalid_request
 from app.api.generate_endpoint import JsonLines, ParsedRequest, Progress
+from app.api.ollama.options import build_format
 from app.api.openai.logprobs import render_token_logprobs
-from app.api.openai.sampling import read_knob
-from app.api.openai.structured_outputs import ANY_OBJECT_SCHEMA
+from app.api.openai.sampling import to_tuple
+from app.api.schema.base import OBJECT_DECODER
+from app.api.schema.ollama_runner import RUNNER, RunnerOptions
 from app.core.errors import AppError
 from app.core.events import Finish, OutputEvent, TextDelta, TokenLogprob
 from app.core.ports import ModelCard
-from app.core.requests import GenerateRequest, JsonSchema
+from app.core.requests import GenerateRequest
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
 from app.http.errors import ERROR_FORMATS
 from app.http.responses import JsonObject
 from app.http.streaming import encode_json_line
 
-MAX_LOGPROBS = 20
-
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
-# Options that the client sends with every request and that Ollama's own runner also ignores: load
-# options and one filter.
-IGNORED_INTEGERS = (
-    "num_ctx",
-    "num_batch",
-    "num_gpu",
-    "main_gpu",
-    "num_thread",
-    "draft_num_predict",
-)
 
-
-def is_runner_request(body: object) -> bool:
+def is_runner_request(data: bytes | bytearray) -> bool:
     """Returns whether the body of POST /completion is from Ollama's client, which always sends
     `options`. llama.cpp's clients send options at the top."""
-    if not isinstance(body, dict):
-        return False
-    return any(key.lower() == "options" for key in cast(JsonObject, body)) or "Prompt" in body
+    try:
+        names = OBJECT_DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # the parser of the body raises the error
+    return any(name.lower() == "options" for name in names) or "Prompt" in names
 
 
-def prepare_runner_request(body: object, card: ModelCard) -> ParsedRequest:
+def prepare_runner_request(data: bytes | bytearray, card: ModelCard) -> ParsedRequest:
     """Parses the body of POST /completion. Raises AppError(INVALID) for an invalid request."""
-    request = parse(body, card.id)
+    request = parse(data, card.id)
     return ParsedRequest(
         request=request,
         reply=JsonLines(CompletionLineEncoder(request.top_logprobs is not None)),
     )
 
 
-def parse(body: object, model: str) -> GenerateRequest:
+def parse(data: bytes | bytearray, model: str) -> GenerateRequest:
     """Parses the body of POST /completion. Raises AppError(INVALID) for an invalid request."""
-    # Go's decoder ignores case, and newer versions of the client send capital letters.
-    fields = Fields.from_value(body).case_insensitive()
-    prompt = fields.required_string("prompt")
-    if not prompt:
+    body = RUNNER.decode(data)
+    if not body.prompt:
         raise invalid_request("prompt", "prompt must not be empty: there is nothing to continue")
-    for images in ("media", "images"):  # this server's models accept only text
-        fields.reject(images, [])
-    options = (fields.nested("options") or Fields({}, "options")).case_insensitive()
-    request = GenerateRequest(
+    options = body.options or RunnerOptions()
+    # every number below one means the rest of the context
+    max_tokens = options.max_tokens or options.num_predict or 0
+    return GenerateRequest(
         model=model,
-        prompt=prompt,
-        sampling=_read_sampling(options),
-        max_tokens=_max_tokens(options),
-        stop=options.strings("stop", 16),
-        cache_prompt=fields.boolean("cache_prompt") is not False,
-        num_keep=_keep(options),
-        grammar=_format(fields),
-        top_logprobs=_top_logprobs(fields),
+        prompt=body.prompt,
+        sampling=_build_sampling(options),
+        max_tokens=max_tokens if max_tokens > 0 else None,
+        stop=to_tuple(options.stop),
+        cache_prompt=body.cache_prompt is not False,
+        # a negative number means the whole prompt, and zero means "not set"
+        num_keep=options.num_keep or options.n_keep or 0,
+        grammar=build_format(body.format),
+        top_logprobs=(body.toplogprobs or 0) if body.logprobs else None,
     )
-    _check_ignored(options)
-    options.check_unknown()
-    fields.check_unknown()
-    return request
 
 
-def _read_sampling(options: Fields) -> dict[str, SamplingValue]:
+def _build_sampling(options: RunnerOptions) -> dict[str, SamplingValue]:
     """Returns all sampling parameters, whether set or not. The client applies its own defaults, so
     the model's defaults do not apply. 0 means "not set"; for the seed, a negative number means "not
     set"."""
-    read: dict[str, SamplingValue] = {"logit_bias": ()}
+    sampling: dict[str, SamplingValue] = {"logit_bias": ()}
     for knob in SAMPLING_KNOBS:
         name = knob.runner_name or knob.name
-        # 0 is accepted even if it is outside the range of the parameter
-        is_zero = as_number(options.value(name)) == 0
-        value = None if is_zero else read_knob(options, knob, name, knob.trusted_high)
+        value = getattr(options, name)
+        if value and value < knob.low:
+            path, low, high = f"options.{name}", knob.low, knob.trusted_high
+            raise invalid_request(
+                path, f"{path} must be a number from {low:g} to {high:g}, not {value}"
+            )
         default = knob.default if knob.runner_default is None else knob.runner_default
-        read[knob.name] = value or default
-    seed = options.integer("seed", *INT64)
-    read["seed"] = None if seed is None or seed < 0 else seed
-    return read
-
-
-def _max_tokens(options: Fields) -> int | None:
-    """Returns the maximum number of tokens. Returns None, the rest of the context, for every number
-    below one."""
-    max_tokens = options.integer("max_tokens", *INT64)
-    num_predict = options.integer("num_predict", *INT64)
-    limit = max_tokens or num_predict or 0
-    return limit if limit > 0 else None
-
-
-def _keep(options: Fields) -> int:
-    """Returns the number of tokens to keep. A negative number means the whole prompt, and zero
-    means "not set"."""
-    num_keep = options.integer("num_keep", *INT64)
-    n_keep = options.integer("n_keep", *INT64)
-    return num_keep or n_keep or 0
-
-
-def _format(fields: Fields) -> JsonSchema | None:
-    """Reads Ollama's `format`: "json" or a JSON schema."""
-    value = fields.value("format")
-    if value is None or value == "":
-        return None
-    if value == "json":
-        return JsonSchema(text=ANY_OBJECT_SCHEMA, param="format")
-    if isinstance(value, str):
-        raise invalid_request(
-            "format", f"format must be 'json' or a JSON schema, not {quote_value(value)}"
-        )
-    return JsonSchema(text=orjson.dumps(fields.mapping("format")).decode(), param="format")
-
-
-def _top_logprobs(fields: Fields) -> int | None:
-    enabled = fields.boolean("logprobs")
-    top = fields.integer("toplogprobs", 0, MAX_LOGPROBS) or 0
-    return top if enabled else None
-
-
-def _check_ignored(options: Fields) -> None:
-    for name in IGNORED_INTEGERS:
-        options.integer(name, *INT64)
-    options.boolean("use_mmap")
-    options.number("typical_p", 0, 1)
+        sampling[knob.name] = default if not value or value == knob.off else value
+    seed = options.seed
+    sampling["seed"] = None if seed is None or seed < 0 else seed
+    return sampling
 
 
 class CompletionLineEncoder:

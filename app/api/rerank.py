@@ -11,21 +11,20 @@ long for the model is ignored, as with Cohere.
 from array import array
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 from uuid import uuid4
 
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.api.fields import Fields, as_array, invalid_request, quote_value
+from app.api.fields import invalid_request, quote_value
 from app.api.generate_endpoint import resolve_requested
-from app.api.openai.request import check_model, read_keep_alive
-from app.core.ports import Generate, Models, ResolvedModel
+from app.api.openai.request import get_keep_alive
+from app.api.schema.embeddings import RERANK, RerankBody
+from app.core.ports import Generate, Models
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest
-from app.core.sampling_params import INT32_MAX
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
-from app.http.body import Body, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject
 from app.http.streaming import cancel_on_disconnect, send_json
 
@@ -65,38 +64,32 @@ class RerankEndpoint:
         async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, parsed = await self._parse_body(body)
+                model, parsed = await body.read(
+                    partial(resolve_requested, self._models),
+                    lambda data, model: (model, parse_ranking(data, model.card.id)),
+                )
                 request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
                 found = await self._generate.embed(request, model)
                 await send_json(render_ranking(parsed, found), scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)
 
-    async def _parse_body(self, body: Body) -> tuple[ResolvedModel, ParsedRerankRequest]:
-        return await body.read(
-            partial(resolve_requested, self._models),
-            lambda content, model: (model, parse_ranking(content, model.card.id)),
-        )
 
-
-def parse_ranking(body: object, model: str) -> ParsedRerankRequest:
+def parse_ranking(data: bytes | bytearray, model: str) -> ParsedRerankRequest:
     """Parses the body of a request. Raises AppError(INVALID) for an invalid request."""
-    fields = Fields.from_value(body)
-    check_model(fields)
-    documents = _read_documents(fields)
-    parsed = ParsedRerankRequest(
+    body = RERANK.decode(data)
+    if not body.query:
+        raise invalid_request("query", "query must not be empty")
+    return ParsedRerankRequest(
         request=EmbedRequest(
             model=model,
-            inputs=documents,
-            query=_read_query(fields),
-            keep_alive=read_keep_alive(fields),
+            inputs=_build_documents(body),
+            query=body.query,
+            keep_alive=get_keep_alive(body.keep_alive, body.ttl),
         ),
-        top_n=fields.integer("top_n", 1, INT32_MAX),
-        return_documents=fields.boolean("return_documents") or False,
+        top_n=body.top_n,
+        return_documents=body.return_documents or False,
     )
-    fields.integer("max_tokens_per_doc", 1, INT32_MAX)  # Cohere's; the model's context applies
-    fields.check_unknown()
-    return parsed
 
 
 def render_ranking(parsed: ParsedRerankRequest, found: Embeddings) -> JsonObject:
@@ -119,40 +112,23 @@ def render_ranking(parsed: ParsedRerankRequest, found: Embeddings) -> JsonObject
     }
 
 
-def _read_query(fields: Fields) -> str:
-    query = fields.required_string("query")
-    if not query:
-        raise invalid_request("query", "query must not be empty")
-    return query
-
-
-def _read_documents(fields: Fields) -> tuple[EmbedInput, ...]:
-    """Reads `documents`, or `texts` as in llama.cpp: texts, or objects with a text."""
-    name = "documents"
-    value = fields.value("documents")
-    texts = fields.value("texts")
-    if value is None and texts is not None:
-        name, value = "texts", texts
-    items = as_array(value)
-    if not items:
-        raise invalid_request(name, f"{name} must be a list of texts, not {quote_value(value)}")
-    if len(items) > MAX_DOCUMENTS:
+def _build_documents(body: RerankBody) -> tuple[EmbedInput, ...]:
+    """Converts `documents`, or `texts` as in llama.cpp."""
+    name, documents = "documents", body.documents
+    if documents is None and body.texts is not None:
+        name, documents = "texts", body.texts
+    if not documents:
+        shown = quote_value(documents)
+        raise invalid_request(name, f"{name} must be a list of texts, not {shown}")
+    if len(documents) > MAX_DOCUMENTS:
         raise invalid_request(
-            name, f"{name} must contain at most {MAX_DOCUMENTS} texts, not {len(items)}"
+            name, f"{name} must contain at most {MAX_DOCUMENTS} texts, not {len(documents)}"
         )
-    return tuple(_read_document(item, f"{name}.{index}") for index, item in enumerate(items))
-
-
-def _read_document(value: object, at: str) -> EmbedInput:
-    if isinstance(value, dict):
-        fields = Fields.from_value(cast(object, value), at)
-        text: object = fields.required_string("text")
-        fields.ignore_unknown()
-    else:
-        text = value
-    if not isinstance(text, str) or not text:
-        raise invalid_request(
-            at,
-            f"{at} must be a text or an object with a text, not {quote_value(cast(object, value))}",
-        )
-    return EmbedInput(content=text, param=at)
+    texts = [one if isinstance(one, str) else one.text for one in documents]
+    for index, text in enumerate(texts):
+        if not text:
+            at = f"{name}.{index}"
+            raise invalid_request(at, f"{at} must be a text or an object with a text, not ''")
+    return tuple(
+        EmbedInput(content=text, param=f"{name}.{index}") for index, text in enumerate(texts)
+    )

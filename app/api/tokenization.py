@@ -12,7 +12,7 @@ tools/server/README.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.fields import Fields, as_array, as_token_ids, invalid_request
+from app.api.fields import invalid_request, unsupported_value
 from app.api.openai.messages import build_conversation
 from app.api.openai.reasoning import build_thinking
 from app.api.openai.sampling import build_template_options
 from app.api.openai.tools import build_tool_options
-from app.api.schema.fields import decode_fields
-from app.api.schema.openai import CHAT
-from app.api.schema.reasoning import THINKING_BUDGET_FIELDS
+from app.api.schema.messages import Message
+from app.api.schema.tokenization import DETOKENIZE, TOKENIZE, ConversationBody, TokenizeBody
 from app.core.ports import Generate, Models, ResolvedModel
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
@@ -37,20 +36,6 @@ from app.http.responses import JsonObject, encode_long_array, json_response
 # The fields that may contain the text (named as in vLLM, llama.cpp and other servers), and the
 # default of add_special for each.
 TEXT_FIELDS = {"prompt": True, "content": False, "text": True}
-
-# The fields of a chat completion that affect its prompt.
-PROMPT_FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "reasoning",
-    "enable_thinking",
-    "thinking",
-    *THINKING_BUDGET_FIELDS,
-    "chat_template_kwargs",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +89,8 @@ class _TokenizationApi:
             )
 
     async def _tokenize_json(self, request: Request) -> Response:
-        def read(content: object, model: ResolvedModel) -> tuple[ResolvedModel, TokenizeRequest]:
-            return model, parse_tokenize(content, model.card.id)
+        def read(data: bytearray, model: ResolvedModel) -> tuple[ResolvedModel, TokenizeRequest]:
+            return model, parse_tokenize(data, model.card.id)
 
         async with self._bodies.receive_json(request.scope, request.receive) as body:
             model, parsed = await body.read(partial(self._find_model, request), read)
@@ -127,7 +112,7 @@ class _TokenizationApi:
         async with self._bodies.receive_json(request.scope, request.receive) as body:
             model, ids = await body.read(
                 partial(self._find_model, request),
-                lambda content, model: (model, parse_detokenize(content)),
+                lambda data, model: (model, parse_detokenize(data)),
             )
             text = await self._models.detokenize(model, ids)
             # the first name is used by llama.cpp and Ollama, the second by vLLM
@@ -137,45 +122,35 @@ class _TokenizationApi:
         return json_response(await self._models.get_tokenizer_info(await self._find_model(request)))
 
 
-def parse_tokenize(body: object, model: str) -> TokenizeRequest:
+def parse_tokenize(data: bytes | bytearray, model: str) -> TokenizeRequest:
     """Parses the JSON body of POST /tokenize. Raises AppError(INVALID) for an invalid request."""
-    fields = Fields.from_value(body)
-    fields.string("model")
-    given = [name for name in (*TEXT_FIELDS, "messages") if fields.value(name) is not None]
+    body = TOKENIZE.decode(data)
+    names = (*TEXT_FIELDS, "messages")
+    given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
-        names = ", ".join((*TEXT_FIELDS, "messages"))
         raise invalid_request(
-            given[1] if given else "prompt", f"the body must contain exactly one of {names}"
+            given[1] if given else "prompt",
+            f"the body must contain exactly one of {', '.join(names)}",
         )
-    pieces = fields.boolean("with_pieces") or False
-    texts = fields.boolean("return_token_strs") or False
-    if given == ["messages"]:
-        request = read_conversation_request(fields, model)
-        parsed = TokenizeRequest(request=request, with_pieces=pieces, return_token_strs=texts)
-    else:
-        (name,) = given
-        parsed = TokenizeRequest(
-            text=fields.required_string(name),
-            add_special=_add_special(fields, TEXT_FIELDS[name]),
-            with_pieces=pieces,
-            return_token_strs=texts,
-        )
-    fields.check_unknown()
-    return parsed
+    parsed = TokenizeRequest(
+        with_pieces=body.with_pieces or False, return_token_strs=body.return_token_strs or False
+    )
+    if body.messages is not None:
+        if body.add_special_tokens:
+            raise unsupported_value("add_special_tokens", "true", (False,))
+        return replace(parsed, request=build_conversation_request(body, body.messages, model))
+    (name,) = given
+    return replace(
+        parsed, text=getattr(body, name), add_special=_get_add_special(body, TEXT_FIELDS[name])
+    )
 
 
-def parse_detokenize(body: object) -> tuple[int, ...]:
+def parse_detokenize(data: bytes | bytearray) -> tuple[int, ...]:
     """Parses the body of POST /detokenize, which is an object, or the bare array that /v1/tokenize
     returns for a text. Raises AppError(INVALID) for an invalid request."""
-    bare = as_array(body)
-    if bare is not None:
-        return as_token_ids(bare, "tokens")
-    fields = Fields.from_value(body)
-    fields.string("model")
-    fields.required("tokens")
-    tokens = fields.array("tokens") or []
-    fields.check_unknown()
-    return as_token_ids(tokens, "tokens")
+    if data.lstrip()[:1] == b"[":
+        data = b'{"tokens":' + data + b"}"
+    return tuple(DETOKENIZE.decode(data).tokens)
 
 
 def render_tokens(
@@ -205,12 +180,9 @@ def _render_piece(raw: bytes) -> str | list[int]:
         return list(raw)
 
 
-def _add_special(fields: Fields, default: bool) -> bool:
-    """Reads the option under vLLM's or llama.cpp's name. Special tokens that occur in the text are
-    always recognized."""
-    fields.reject("parse_special", True)
-    names = ("add_special_tokens", "add_special")
-    values = [value for name in names if (value := fields.boolean(name)) is not None]
+def _get_add_special(body: TokenizeBody, default: bool) -> bool:
+    """Special tokens that occur in the text are always recognized."""
+    values = [value for value in (body.add_special_tokens, body.add_special) if value is not None]
     if len(set(values)) > 1:
         raise invalid_request(
             "add_special",
@@ -219,22 +191,19 @@ def _add_special(fields: Fields, default: bool) -> bool:
     return values[0] if values else default
 
 
-def read_conversation_request(fields: Fields, model: str) -> GenerateRequest:
-    """Reads the fields of a chat completion that affect its prompt."""
-    fields.reject("add_special_tokens", False)
-    fields.reject("continue_final_message", False)
-    fields.reject("chat_template")
-    fields.reject("media_io_kwargs", {})
-    fields.reject("mm_processor_kwargs", {})
-    body = decode_fields(fields, CHAT, PROMPT_FIELDS)
-    tool_options = build_tool_options(body)
-    thinking = build_thinking(body)
+def build_conversation_request(
+    body: ConversationBody, messages: list[Message], model: str
+) -> GenerateRequest:
+    """Converts the fields of a chat completion that affect its prompt."""
+    chat = body.to_chat(messages)
+    tool_options = build_tool_options(chat)
+    thinking = build_thinking(chat)
     options = build_template_options(body.chat_template_kwargs, thinking)
-    if fields.boolean("add_generation_prompt") is False:
+    if body.add_generation_prompt is False:
         options = {**options, "add_generation_prompt": False}
     return GenerateRequest(
         model=model,
-        prompt=build_conversation(body.messages),
+        prompt=build_conversation(messages),
         tools=tool_options.tools,
         tool_choice=tool_options.choice,
         parallel_tool_calls=tool_options.parallel,

@@ -1,56 +1,38 @@
-"""Request bodies: size limits, a shared memory budget, and JSON parsing off the event loop.
+"""Request bodies: size limits, a shared memory budget, and decoding off the event loop.
 
 Knows: ASGI messages, JSON's syntax, thread pools. Must not know: dialects, the content of requests.
 
-The bodies of typed endpoints are passed on as bytes, and decoded to structs. For the others, the
-parser builds an object for each JSON value. Even for `[]`, the object is many times larger than
-the text, and the parser holds the GIL while it builds the objects. Values are therefore counted
-while the body is received, before any object is built. Large bodies are parsed on a thread, one at
-a time, with round-robin scheduling between callers.
+Bodies are passed on as bytes, and decoded to structs. A decoder builds an object for each value
+that it needs. Even for `[]`, the object is many times larger than the text, and the decoder holds
+the GIL while it builds the objects. Values are therefore counted while the body is received, before
+any object is built.
 """
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
-import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.runtime import trim_malloc
 from app.core.settings import MEBIBYTE, Settings
-from app.core.thread_pools import FairThreadPool, ThreadPools
+from app.core.thread_pools import ThreadPools
 from app.http.auth import get_caller
-from app.http.responses import JsonObject
 from app.http.streaming import ClientDisconnected
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
 
-# The maximum number of JSON values in one body, including keys. 2,048 embedding inputs of 100 token
-# IDs each have 207,000 values. Building that many takes 30 ms. A prompt of token IDs may have more
-# values if a model has a longer context.
-MAX_VALUES = 262_144
-
-# The maximum number of values in a conversation, which contains no token IDs. Ten times the largest
-# request recorded from a coding agent has 12,000 values, and a schema with 5,000 properties has
-# 40,000. Each value costs more than a token ID, because it is processed by the template or the
-# schema compiler.
-MAX_CHAT_VALUES = 65_536
-
 # The maximum number of objects, arrays and keys in a body, and of commas. A conversation of 20,000
 # messages has 60,000 fields; a schema of 5,000 properties has 25,000. Only a prompt of token IDs
 # has a hundred thousand items.
 MAX_FIELDS, MAX_ITEMS = 65_536, 1_048_576
-
-# The number of values allowed in addition to a prompt of token IDs.
-_VALUES_BESIDE_PROMPT = 16_384
 
 # The memory budget for all bodies in flight, in bytes, not counting the first _UNCOUNTED_BYTES of
 # each body, and the minimum number of full-size bodies that are admitted. A caller with a key may
@@ -62,11 +44,8 @@ _BUDGET_BYTES, _MIN_FULL_SIZE_BODIES = 128 * MEBIBYTE, 8
 # uncounted bytes.
 _UNCOUNTED_BYTES = 64 * 1024
 
-# The average size of a parsed JSON value in bytes, and its cost relative to reading one byte.
-_VALUE_BYTES, _VALUE_WEIGHT = 64, 16
-
-# Bodies with more bytes or more values are parsed on a thread. Smaller bodies take less than 3 ms.
-_LARGE_BYTES, _LARGE_VALUES = MEBIBYTE, 16_384
+# The model of a larger body is found on a thread. Smaller bodies take less than 3 ms.
+_LARGE_BYTES = MEBIBYTE
 
 # The delay in seconds after a large body until free memory is returned to the system, once for all
 # bodies received in that time.
@@ -75,53 +54,7 @@ _RELEASE_DELAY = 1.0
 # An ASGI extension: a function that restarts the body timeout.
 EXTEND_BODY = "mlxrunner.extend_body"
 
-_SEPARATORS = (b",", b":", b"[", b"{")
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b'",:[{')
-_STRING = re.compile(rb'"[^"]*"')
-
-
-class ValueCounter:
-    """Counts the values in a JSON text, including keys, as the text is received. Every value except
-    the first follows a comma, a colon or an opening bracket outside of strings. The count is an
-    upper bound on the number of values that the parser would build, because empty containers count
-    twice.
-
-    Detecting strings takes ten times as long as reading the bytes, so strings are detected only
-    above `exact_from` values. Below this count, characters inside strings are counted as well.
-    """
-
-    def __init__(self, exact_from: int = 0) -> None:
-        self.count = 1
-        self._exact_from = exact_from
-        self._exact = exact_from == 0
-        self._in_string = False
-        self._escapes = False  # the last byte is a backslash that escapes the next one
-
-    def feed(self, data: bytes, before: bytes | bytearray = b"") -> None:
-        """Counts the values in `data`. before: all data that was fed before."""
-        if self._exact:
-            self._feed_exact(data)
-            return
-        self.count += sum(map(data.count, _SEPARATORS))
-        if self.count > self._exact_from:
-            self._exact, self.count = True, 1
-            self._feed_exact(bytes(before))
-            self._feed_exact(data)
-
-    def _feed_exact(self, data: bytes) -> None:
-        if self._escapes:
-            data = b"\\" + data
-        backslashes = len(data) - len(data.rstrip(b"\\"))
-        self._escapes = backslashes % 2 == 1
-        if self._escapes:
-            data = data[:-1]
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
-        if self._in_string:
-            _, quote, data = data.partition(b'"')
-            self._in_string = not quote
-        data, quote, _ = _STRING.sub(b"", data).partition(b'"')
-        self._in_string = self._in_string or bool(quote)
-        self.count += len(data)
 
 
 class FieldCounter:
@@ -205,34 +138,26 @@ class BodyMemoryBudget:
 
 class Body:
     """The complete body of one request. data: the bytes of the body; empty after the body was
-    parsed."""
+    decoded. counter: of the fields of JSON; None for other content."""
 
-    def __init__(self, bodies: "RequestBodies", caller: str, max_values: int) -> None:
+    def __init__(self, bodies: "RequestBodies", caller: str, counter: FieldCounter | None) -> None:
         self._bodies = bodies
         self.caller = caller
+        self.counter = counter
         self.data = bytearray()
         self.size = 0
-        self.max_values = max_values
-        self.value_counter = ValueCounter(exact_from=max_values)
-        self.field_counter: FieldCounter | None = None
         self.reserved_bytes = 0
-
-    @property
-    def large(self) -> bool:
-        """Whether the body is parsed on a thread."""
-        return self.size > _LARGE_BYTES or self.value_counter.count > _LARGE_VALUES
-
-    @property
-    def weight(self) -> int:
-        """The cost of parsing, in units of the cost of one byte."""
-        return self.size + _VALUE_WEIGHT * self.value_counter.count
 
     def take_data(self) -> bytearray:
         """Returns all bytes and releases them."""
         data, self.data = self.data, bytearray()
         return data
 
-    async def read_bytes(
+    async def decode(self, decode: Callable[[bytearray], Result]) -> Result:
+        """Calls `decode` with the bytes of the body, on a thread, and returns its result."""
+        return await self._run(partial(decode, self.take_data()))
+
+    async def read(
         self,
         find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[bytearray, Found], Result],
@@ -242,49 +167,28 @@ class Body:
         passed to `read`. Raises AppError(INVALID) for invalid JSON, and the errors of `find` and
         `read`."""
         data = self.take_data()
-        peek, workers = partial(peek_model_name, data), self._bodies.workers
-        large = self.size > _LARGE_BYTES
-        name = await workers.run(peek, size=self.size, key=self.caller) if large else peek()
-        found = await find(name)
-        return await workers.run(partial(read, data, found), size=self.size, key=self.caller)
+        peek = partial(peek_model_name, data)
+        found = await find(await self._run(peek) if self.size > _LARGE_BYTES else peek())
+        return await self._run(partial(read, data, found))
 
-    async def decode(self, decode: Callable[[bytearray], Result]) -> Result:
-        """Calls `decode` with the bytes of the body, on a thread, and returns its result."""
-        work = partial(decode, self.take_data())
-        return await self._bodies.workers.run(work, size=self.size, key=self.caller)
-
-    async def json(self) -> object:
-        """Parses the body. Raises AppError(INVALID) for invalid JSON, and AppError(OVERLOADED) if
-        the bodies in flight use too much memory."""
-        return await self._bodies.parse(self)
-
-    async def read(
-        self,
-        find: Callable[[str | None], Awaitable[Found]],
-        read: Callable[[object, Found], Result],
-    ) -> Result:
-        """Parses the JSON, calls `read` on the result and returns its result. `read` runs on a
-        thread. `find` runs first, on the event loop. It resolves the model requested in the body,
-        and its result is passed to `read`. Raises the errors of `json`, `find` and `read`."""
-        return await self._bodies.read(self, find, read)
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        self._bodies.decoding += 1
+        try:
+            return await self._bodies.workers.run(work, size=self.size, key=self.caller)
+        finally:
+            self._bodies.decoding -= 1
 
 
 class RequestBodies:
-    """Receives and parses the request bodies of one server. max_prompt_tokens: returns the maximum
-    number of prompt tokens. It is called only for a body with more values than any body without
-    token IDs needs."""
+    """Receives the request bodies of one server. in_flight: the number of bodies that are received
+    or used. decoding: the number of bodies that are being decoded or wait for a thread."""
 
-    def __init__(
-        self, settings: Settings, workers: ThreadPools, max_prompt_tokens: Callable[[], int]
-    ) -> None:
+    def __init__(self, settings: Settings, workers: ThreadPools) -> None:
         self.workers = workers
         self._limit = settings.max_body
-        self._max_prompt_tokens = max_prompt_tokens
         self._budget = BodyMemoryBudget(_get_budget_bytes(settings))
-        # one thread is sufficient, because the parser holds the GIL
-        self._parser = FairThreadPool(1, "parse", rest=1.0)
         self._release_timer: asyncio.TimerHandle | None = None
-        self.in_flight = 0
+        self.in_flight = self.decoding = 0
 
     def apply(self, settings: Settings) -> None:
         """Applies a new limit, to bodies that are received from now on."""
@@ -295,11 +199,6 @@ class RequestBodies:
     def reserved_bytes(self) -> int:
         """The number of bytes that count against the budget."""
         return self._budget.used
-
-    @property
-    def parsing(self) -> int:
-        """The number of large bodies that are being parsed or wait to be parsed."""
-        return self._parser.running + self._parser.queued
 
     @asynccontextmanager
     async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
@@ -316,21 +215,13 @@ class RequestBodies:
 
     @asynccontextmanager
     async def receive_json(
-        self,
-        scope: Scope,
-        receive: Receive,
-        max_values: int = MAX_VALUES,
-        *,
-        check_type: bool = True,
+        self, scope: Scope, receive: Receive, *, check_type: bool = True
     ) -> AsyncGenerator[Body]:
         """Receives a JSON body as `receive` does. Also raises AppError(INVALID) for too many
-        values, and with `check_type` AppError(MEDIA_TYPE) for another content type. max_values: 0
-        for a body that is decoded to structs, which limit it themselves. With MAX_VALUES, prompts
-        of token IDs up to the maximum context length are also admitted."""
+        fields, and with `check_type` AppError(MEDIA_TYPE) for another content type."""
         if check_type:
             check_json(scope)
-        counter = None if max_values else FieldCounter()
-        async with self._receive_body(scope, receive, max_values, counter) as body:
+        async with self._receive_body(scope, receive, FieldCounter()) as body:
             yield body
 
     async def decode(
@@ -338,65 +229,15 @@ class RequestBodies:
     ) -> Result:
         """Receives a JSON body and decodes it, for requests that need it only once. Raises the
         errors of `receive_json` and of `decode`."""
-        async with self.receive_json(scope, receive, 0) as body:
-            return await body.decode(decode)
-
-    async def read_json(self, scope: Scope, receive: Receive) -> object:
-        """Returns the parsed body, for requests that need the body only once. Raises the same
-        errors as `receive_json` and `Body.json`."""
         async with self.receive_json(scope, receive) as body:
-            return await body.json()
-
-    async def parse(self, body: Body) -> object:
-        """See `Body.json`."""
-        data = self._take(body)
-        return await self._parsed(body, data) if body.large else _parse_json(data)
-
-    async def read(
-        self,
-        body: Body,
-        find: Callable[[str | None], Awaitable[Found]],
-        read: Callable[[object, Found], Result],
-    ) -> Result:
-        """See `Body.read`. A large body is parsed twice: keeping the parsed values would hold them
-        in memory for every queued body until its model is found and a thread is free."""
-        data = self._take(body)
-        if not body.large:
-            content = _parse_json(data)
-            found = await find(peek_model(content))
-            work = partial(read, content, found)
-            return await self.workers.run(work, size=body.weight, key=body.caller)
-        found = await find(await self._parsed(body, data, peek_model))
-        return await self._parsed(body, data, lambda content: read(content, found))
-
-    def _take(self, body: Body) -> bytearray:
-        """Takes all bytes of a body for parsing."""
-        if body.large:
-            self._reserve(body, _VALUE_BYTES * body.value_counter.count)
-        return body.take_data()
-
-    async def _parsed(
-        self,
-        body: Body,
-        data: bytearray,
-        work: Callable[[object], Result] = lambda content: content,
-    ) -> Result:
-        """Parses the JSON of a large body, calls `work` on the result and returns its result. Both
-        steps run on the parser's thread."""
-        return await self._parser.run(lambda: work(_parse_json(data)), key=body.caller)
+            return await body.decode(decode)
 
     @asynccontextmanager
     async def _receive_body(
-        self,
-        scope: Scope,
-        receive: Receive,
-        max_values: int = 0,
-        counter: FieldCounter | None = None,
+        self, scope: Scope, receive: Receive, counter: FieldCounter | None = None
     ) -> AsyncGenerator[Body]:
-        """Receives a body. max_values: the limit on JSON values; 0 if the body is not JSON."""
         _check_headers(scope, self._limit)
-        body = Body(self, get_caller(scope), max_values)
-        body.field_counter = counter
+        body = Body(self, get_caller(scope), counter)
         self.in_flight += 1
         try:
             more = True
@@ -423,26 +264,14 @@ class RequestBodies:
         if body.size > self._limit:
             raise _too_large(self._limit)
         self._reserve(body, min(len(data), max(0, body.size - _UNCOUNTED_BYTES)))
-        if body.max_values:
-            self._count_values(body, data)
-        elif body.field_counter is not None:
-            body.field_counter.feed(data, before=body.data)
+        if body.counter is not None:
+            body.counter.feed(data, before=body.data)
         body.data += data
 
     def _reserve(self, body: Body, nbytes: int) -> None:
         if nbytes:
             self._budget.reserve(body.caller, nbytes)
             body.reserved_bytes += nbytes
-
-    def _count_values(self, body: Body, data: bytes) -> None:
-        body.value_counter.feed(data, before=body.data)
-        if body.value_counter.count > body.max_values:
-            most = body.max_values
-            if most == MAX_VALUES:
-                most = max(most, self._max_prompt_tokens() + _VALUES_BESIDE_PROMPT)
-            if body.value_counter.count > most:
-                message = f"the body contains more than {most:,} JSON values: send fewer at a time"
-                raise AppError(ErrorKind.INVALID, message, code="too_many_values")
 
 
 def _get_budget_bytes(settings: Settings) -> int:
@@ -473,12 +302,6 @@ def _decode_json(data: bytearray | msgspec.Raw, type_: type[Result]) -> Result:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error)
     raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
-
-
-def peek_model(body: object) -> str | None:
-    """Returns the body's "model" field before the other fields are parsed."""
-    model = cast(JsonObject, body).get("model") if isinstance(body, dict) else None
-    return model if isinstance(model, str) else None
 
 
 def is_json(scope: Scope) -> bool:
@@ -520,15 +343,3 @@ def _check_headers(scope: Scope, limit: int) -> None:
 
 def _too_large(limit: int) -> AppError:
     return AppError(ErrorKind.TOO_LARGE, f"the body is larger than the limit of {limit:,} bytes")
-
-
-def _parse_json(data: bytearray) -> object:
-    try:
-        # orjson rejects NaN, numbers too large for a double, lone surrogates and more than 1024
-        # levels.
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        reason = str(error)
-    # Raise outside of the handler. Otherwise, the parser's error, which holds the whole text, would
-    # become the exception's context.
-    raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")

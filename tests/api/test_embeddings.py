@@ -29,7 +29,7 @@ def body(value: Any = "hello", **fields: Any) -> dict[str, Any]:
 
 
 def parse(value: Any = "hello", **fields: Any) -> EmbedRequest:
-    return parse_embeddings(body(value, **fields), CARD.id).request
+    return parse_embeddings(json.dumps(body(value, **fields)).encode(), CARD.id).request
 
 
 def contents(request: EmbedRequest) -> list[tuple[Any, str]]:
@@ -135,7 +135,7 @@ def test_floats_are_written_without_loss():
     """Parsed again, each float32 is bit-identical."""
     vector = struct.pack("<5f", 0.1, -1 / 3, 1e-38, 3.4e38, 0.0)
     embeddings = Embeddings(vectors=(vector,), prompt_tokens=1)
-    parsed = parse_embeddings(body(), CARD.id)
+    parsed = parse_embeddings(json.dumps(body()).encode(), CARD.id)
     reply = json.loads(orjson.dumps(render_embeddings(parsed, embeddings)))
     assert struct.pack("<5f", *reply["data"][0]["embedding"]) == vector
 

@@ -124,7 +124,7 @@ def test_a_json_body_is_built_outside_the_event_loop():
     )
     generate = FakeGenerate(HELLO)
     parsed, settings = ParsedRequest(request=request, reply=reply), Settings()
-    bodies = RequestBodies(settings, ThreadPools(), lambda: 0)
+    bodies = RequestBodies(settings, ThreadPools())
     endpoint = GenerateEndpoint(
         lambda _body, _caller, _card: parsed, generate, generate, settings, bodies
     )

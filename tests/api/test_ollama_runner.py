@@ -26,7 +26,7 @@ LINE = {
 
 
 def options(**fields: Any) -> Any:
-    return parse({"prompt": "hi", "options": fields}, "m")
+    return parse(json.dumps({"prompt": "hi", "options": fields}).encode(), "m")
 
 
 def merge_sampling(**fields: Any) -> SamplingParams:
@@ -115,9 +115,9 @@ def test_repeat_last_n_is_unlimited_by_default():
 
 
 def test_keys_are_case_insensitive():
-    assert parse({"Prompt": "hi", "Options": {"Temperature": 1, "NUM_PREDICT": 4}}, "m") == options(
-        temperature=1, num_predict=4
-    )
+    assert parse(
+        json.dumps({"Prompt": "hi", "Options": {"Temperature": 1, "NUM_PREDICT": 4}}).encode(), "m"
+    ) == options(temperature=1, num_predict=4)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_first_nonzero_num_keep_is_used(fields: Any, num_keep: int):
     [({}, True), ({"cache_prompt": None}, True), ({"Cache_Prompt": False}, False)],
 )
 def test_cache_prompt_can_be_disabled(fields: Any, expected: bool):
-    assert parse({"prompt": "hi", **fields}, "m").cache_prompt is expected
+    assert parse(json.dumps({"prompt": "hi", **fields}).encode(), "m").cache_prompt is expected
 
 
 # The request of the client of August 2026 if nothing is set: the nonzero DefaultOptions of Ollama's
@@ -196,7 +196,7 @@ def test_options_that_ollamas_runner_ignores_are_ignored():
     [("json", '{"type":"object"}'), ({"type": "integer"}, '{"type":"integer"}'), ("", None)],
 )
 def test_a_format_becomes_a_grammar(format_: Any, text: str | None):
-    grammar = parse({"Prompt": "hi", "Format": format_}, "m").grammar
+    grammar = parse(json.dumps({"Prompt": "hi", "Format": format_}).encode(), "m").grammar
     assert grammar == (None if text is None else JsonSchema(text=text, param="format"))
 
 
@@ -268,7 +268,7 @@ def test_stop_strings_are_read():
 )
 def test_an_invalid_field_is_named(body: Any, param: str):
     with pytest.raises(AppError) as caught:
-        parse(body, "m")
+        parse(json.dumps(body).encode(), "m")
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 

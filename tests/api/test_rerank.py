@@ -1,5 +1,6 @@
 """POST /v1/rerank: requests and responses in the formats of Jina, Cohere and llama.cpp."""
 
+import json
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ def scores(*values: float) -> Embeddings:
 @pytest.mark.parametrize("name", ["documents", "texts"])
 def test_documents_are_texts_or_objects(name: str) -> None:
     given = {"query": "why", name: ["a", {"text": "b", "title": "B"}]}
-    request = parse_ranking(given, CARD.id).request
+    request = parse_ranking(json.dumps(given).encode(), CARD.id).request
     assert request.query == "why"
     assert request.inputs == (
         EmbedInput(content="a", param=f"{name}.0"),
@@ -41,7 +42,7 @@ def test_documents_are_texts_or_objects(name: str) -> None:
         ({"query": ""}, "query", "must not be empty"),
         ({"documents": None}, "documents", "a list of texts"),
         ({"documents": []}, "documents", "a list of texts"),
-        ({"documents": "a"}, "documents", "a list of texts"),
+        ({"documents": "a"}, "documents", "an array"),
         ({"documents": ["a", ""]}, "documents.1", "must be a text"),
         ({"documents": ["a", 3]}, "documents.1", "must be a text"),
         ({"documents": [{"title": "a"}]}, "documents.0.text", "text"),
@@ -52,12 +53,12 @@ def test_documents_are_texts_or_objects(name: str) -> None:
 )
 def test_an_invalid_field_is_named(changes: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(AppError, match=message) as caught:
-        parse_ranking(body(**changes), CARD.id)
+        parse_ranking(json.dumps(body(**changes)).encode(), CARD.id)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, param)
 
 
 def test_the_best_documents_come_first_and_equal_ones_keep_their_order() -> None:
-    parsed = parse_ranking(body(top_n=2, return_documents=True), CARD.id)
+    parsed = parse_ranking(json.dumps(body(top_n=2, return_documents=True)).encode(), CARD.id)
     rendered = render_ranking(parsed, scores(0.25, 0.5, 0.5))
     assert rendered["results"] == [
         {"index": 1, "relevance_score": 0.5, "document": {"text": "b"}},
@@ -67,7 +68,9 @@ def test_the_best_documents_come_first_and_equal_ones_keep_their_order() -> None
 
 
 def test_without_top_n_all_documents_are_returned_without_their_texts() -> None:
-    rendered = render_ranking(parse_ranking(body(), CARD.id), scores(0.25, 0.5, 0.125))
+    rendered = render_ranking(
+        parse_ranking(json.dumps(body()).encode(), CARD.id), scores(0.25, 0.5, 0.125)
+    )
     assert rendered["results"] == [
         {"index": 1, "relevance_score": 0.5},
         {"index": 0, "relevance_score": 0.25},

@@ -4,9 +4,9 @@ bounded."""
 import asyncio
 import json
 import random
-import sys
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,18 +17,14 @@ from app.core.thread_pools import ThreadPools
 from app.http.body import (
     MAX_FIELDS,
     MAX_ITEMS,
-    MAX_VALUES,
     BodyMemoryBudget,
     FieldCounter,
     RequestBodies,
-    ValueCounter,
 )
 from tests.api.asgi import Conversation, Reply
 from tests.fakes import CARD, FakeGenerate, build_fake_app
-from tests.server_process import TIMEOUT
 
 CHAT = "/v1/chat/completions"
-UNTYPED = "/apply-template"  # parses bodies without structs
 SCOPE = {"headers": [(b"content-type", b"application/json")]}
 
 values = st.recursive(
@@ -47,40 +43,6 @@ def count_parsed_objects(value: Any) -> int:
     return 1 + sum(map(count_parsed_objects, value)) if isinstance(value, list) else 1
 
 
-def count_values(text: bytes, *cuts: int) -> int:
-    counter = ValueCounter()
-    for start, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
-        counter.feed(text[start:end])
-    return counter.count
-
-
-@given(value=values, data=st.data(), ascii=st.booleans(), indent=st.sampled_from([None, 1]))
-def test_the_count_is_never_below_the_parsed_objects_however_the_text_is_split(
-    value: Any, data: st.DataObject, ascii: bool, indent: int | None
-):
-    text = json.dumps(value, ensure_ascii=ascii, indent=indent).encode()
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    assert count_values(text, *cuts) == count_values(text)
-    assert count_parsed_objects(value) <= count_values(text) <= 2 * count_parsed_objects(value)
-
-
-@pytest.mark.parametrize("text", ['"a,b,[{:"', '"\\",,,\\\\"', '"\\\\\\",,,"', '"é,\\u002c,"'])
-def test_the_content_of_a_string_is_not_counted(text: str):
-    raw = text.encode()
-    for cut in range(len(raw) + 1):
-        assert count_values(raw, cut) == 1
-
-
-@given(text=st.text('ab",:[{\\', max_size=60), exact_from=st.integers(1, 40), data=st.data())
-def test_values_are_counted_exactly_above_a_bound(text: str, exact_from: int, data: st.DataObject):
-    raw = json.dumps([text, 1, text]).encode()
-    cut = data.draw(st.integers(0, len(raw)))
-    counter = ValueCounter(exact_from)
-    counter.feed(raw[:cut])
-    counter.feed(raw[cut:], before=raw[:cut])
-    assert counter.count == count_values(raw) or count_values(raw) <= counter.count <= exact_from
-
-
 def test_a_text_with_many_commas_is_one_value():
     async def run() -> Reply:
         message = {"role": "user", "content": "so, it: goes [on], " * 100_000}
@@ -90,13 +52,6 @@ def test_a_text_with_many_commas_is_one_value():
         ).end()
 
     assert asyncio.run(run()).status == 200
-
-
-def test_a_conversation_may_have_fewer_values_than_a_prompt_of_ids():
-    messages = b",".join([b'{"role":"user","content":"x"}'] * 20_000)
-    reply, _ = send_body(b'{"messages": [' + messages + b"]}")
-    assert (reply.status, reply.error["code"]) == (400, "too_many_values")
-    assert "65,536" in reply.error["message"]
 
 
 def count_structure(value: Any) -> int:
@@ -154,7 +109,9 @@ def test_the_number_of_fields_and_items_is_limited(text: bytes, is_valid: bool):
 def test_invalid_json_is_counted():
     random.seed(1)
     for _ in range(200):
-        count_values(bytes(random.choices(b'"\\,:[]{}ax\xff\xc3', k=50)), 20)
+        content = bytes(random.choices(b'"\\,:[]{}ax\xff\xc3', k=50))
+        string = b'"' + b"{" * (MAX_FIELDS + 1) + b'"'
+        feed_in_parts(string + content, 20, len(string), len(string) + 20)
 
 
 def split_body(body: bytes, size: int = 65536) -> list[dict[str, Any]]:
@@ -170,7 +127,7 @@ def send_body(body: bytes, **settings: Any) -> tuple[Reply, int]:
 
     async def run() -> tuple[Reply, int]:
         app = build_fake_app(FakeGenerate(), Settings(**settings))
-        conversation = Conversation(app, "POST", UNTYPED, None)
+        conversation = Conversation(app, "POST", CHAT, None)
         parts = split_body(body)
         for part in parts:
             conversation.incoming.put_nowait(part)
@@ -202,7 +159,6 @@ def test_a_prompt_of_ids_as_long_as_the_context_is_admitted():
         body = {"model": "fake/model", "prompt": [65] * longest, "max_tokens": 1}
         app = build_fake_app(generate, Settings())
         data = json.dumps(body).encode()
-        assert count_values(data) > MAX_VALUES
         return await Conversation(app, "POST", "/v1/completions", data).end()
 
     assert asyncio.run(run()).status == 200
@@ -236,14 +192,14 @@ def build_scope(caller: str = "") -> Any:
 
 
 def build_request_bodies(**settings: Any) -> RequestBodies:
-    return RequestBodies(Settings(**settings), ThreadPools(), lambda: 0)
+    return RequestBodies(Settings(**settings), ThreadPools())
 
 
 def test_a_new_limit_applies_to_later_bodies():
     async def receive(bodies: RequestBodies) -> object:
         incoming = Incoming()
         incoming.send(b'"' + b"x" * 98 + b'"', more=False)
-        return await bodies.read_json(build_scope(), incoming.receive)
+        return await bodies.decode(build_scope(), incoming.receive, orjson.loads)
 
     async def run() -> None:
         bodies = build_request_bodies(max_body=99)
@@ -267,12 +223,12 @@ def test_bodies_in_flight_are_bounded_and_a_rejected_one_is_released():
             incoming = Incoming()
             incoming.send(large, more=False)
             async with bodies.receive_json(build_scope(), incoming.receive) as body:
-                await body.json()
+                await body.decode(orjson.loads)
                 await done.wait()
             return None
 
         reading = [asyncio.create_task(read()) for _ in range(14)]
-        while sum(task.done() for task in reading) < 2 or bodies.parsing:  # noqa: ASYNC110
+        while sum(task.done() for task in reading) < 2 or bodies.decoding:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         errors = [task.exception() for task in reading if task.done()]
         assert len(errors) == 2, "of 128 MiB, twelve have 120"
@@ -284,12 +240,12 @@ def test_bodies_in_flight_are_bounded_and_a_rejected_one_is_released():
         assert bodies.reserved_bytes <= 128 * MEBIBYTE
         small = Incoming()
         small.send(b"[]", more=False)
-        assert await bodies.read_json(build_scope(), small.receive) == [], (
+        assert await bodies.decode(build_scope(), small.receive, orjson.loads) == [], (
             "small bodies are still accepted"
         )
         done.set()
         await asyncio.gather(*reading, return_exceptions=True)
-        assert (bodies.in_flight, bodies.reserved_bytes, bodies.parsing) == (0, 0, 0)
+        assert (bodies.in_flight, bodies.reserved_bytes, bodies.decoding) == (0, 0, 0)
 
     asyncio.run(run())
 
@@ -307,16 +263,16 @@ def test_one_key_may_use_half_of_the_memory_for_bodies():
     assert budget.used == 100
 
 
-def test_an_arriving_body_does_not_block_the_parsing_of_others():
+def test_an_arriving_body_does_not_block_the_decoding_of_others():
     async def run() -> None:
         bodies = build_request_bodies()
         slow, quick = Incoming(), Incoming()
         large = b'"' + b"x" * 2 * MEBIBYTE + b'"'
         slow.send(large[:-1])
-        arriving = asyncio.create_task(bodies.read_json(build_scope(), slow.receive))
+        arriving = asyncio.create_task(bodies.decode(build_scope(), slow.receive, orjson.loads))
         await asyncio.sleep(0)
         quick.send(large, more=False)
-        assert await bodies.read_json(build_scope(), quick.receive) == "x" * 2 * MEBIBYTE
+        assert await bodies.decode(build_scope(), quick.receive, orjson.loads) == "x" * 2 * MEBIBYTE
         assert not arriving.done()
         slow.send(b'"', more=False)
         await arriving
@@ -348,11 +304,15 @@ def test_the_error_of_invalid_json_does_not_reference_the_body():
     """The parser's error references the entire text: as the context of our error, it stayed in
     memory as long as the request."""
 
+    async def find_nothing(model: str | None) -> None:
+        assert model is None
+
     async def run() -> AppError:
         incoming = Incoming()
         incoming.send(b"x" * 100_000, more=False)
         with pytest.raises(AppError) as caught:
-            await build_request_bodies().read_json(build_scope(), incoming.receive)
+            async with build_request_bodies().receive_json(build_scope(), incoming.receive) as body:
+                await body.read(find_nothing, lambda data, model: None)
         return caught.value
 
     error = asyncio.run(run())
@@ -360,36 +320,21 @@ def test_the_error_of_invalid_json_does_not_reference_the_body():
     assert (error.__context__, error.__cause__) == (None, None)
 
 
-@pytest.mark.parametrize("values", [10, 100_000])
-def test_a_body_is_parsed_again_after_its_model_is_resolved(values: int):
-    """The values of a large body are not in memory meanwhile: otherwise each client that waits for
-    a thread would hold megabytes."""
-
+@pytest.mark.parametrize("size", [10, 2 * MEBIBYTE])
+def test_the_model_of_a_body_is_resolved_before_it_is_read(size: int):
     async def run() -> None:
-        incoming, resolving, resume = Incoming(), asyncio.Event(), asyncio.Event()
-        numbers = ", ".join(["[]"] * values)
-        incoming.send(f'{{"model": "a", "prompt": [{numbers}]}}'.encode(), more=False)
+        incoming = Incoming()
+        data = json.dumps({"prompt": "x" * size, "model": "a"}).encode()
+        incoming.send(data, more=False)
 
         async def find(model: str | None) -> str:
-            resolving.set()
-            await resume.wait()
             return f"found {model}"
 
-        def read(content: Any, resolved: str) -> tuple[int, str]:
-            return len(content["prompt"]), resolved
-
-        async with (
-            asyncio.timeout(TIMEOUT),
-            build_request_bodies().receive_json(build_scope(), incoming.receive) as body,
-        ):
-            before = sys.getallocatedblocks()
-            reading = asyncio.create_task(body.read(find, read))
-            await resolving.wait()
-            # the thread frees the parsed values a moment after it has returned the name
-            while sys.getallocatedblocks() > before + 10_000:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
-            assert not reading.done()
-            resume.set()
-            assert await reading == (values, "found a")
+        async with build_request_bodies().receive_json(build_scope(), incoming.receive) as body:
+            assert await body.read(find, lambda data, found: (bytes(data), found)) == (
+                data,
+                "found a",
+            )
+            assert not body.data, "the bytes are released"
 
     asyncio.run(run())

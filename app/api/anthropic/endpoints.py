@@ -39,8 +39,8 @@ def routes(
     create = GenerateEndpoint(_prepare_message, generate, models, settings, bodies)
 
     async def count_tokens(request: Request) -> Response:
-        async with bodies.receive_json(request.scope, request.receive, 0) as body:
-            model, parsed = await body.read_bytes(partial(resolve_requested, models), _read_counted)
+        async with bodies.receive_json(request.scope, request.receive) as body:
+            model, parsed = await body.read(partial(resolve_requested, models), _read_counted)
             counted = replace(
                 parsed.request, caller=get_caller(request.scope), admin=is_admin(request.scope)
             )

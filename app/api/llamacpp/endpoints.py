@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from app.api.embeddings import EmbedEndpoint
-from app.api.fields import Fields, invalid_request
+from app.api.fields import invalid_request
 from app.api.generate_endpoint import (
     EventStream,
     GenerateResponder,
@@ -40,14 +40,15 @@ from app.api.llamacpp.request import (
 from app.api.ollama_runner import is_runner_request, prepare_runner_request
 from app.api.openai.request import build_chat
 from app.api.schema.openai import CHAT
-from app.api.tokenization import read_conversation_request
+from app.api.schema.tokenization import TEMPLATE
+from app.api.tokenization import build_conversation_request
 from app.core.distributions import get_own_version
 from app.core.models import ModelState
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.requests import GenerateRequest, PromptBatch
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
-from app.http.body import MAX_CHAT_VALUES, RequestBodies
+from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 from app.http.streaming import cancel_on_disconnect
 
@@ -73,11 +74,11 @@ def routes(
     ]
 
 
-def _parse_any_completion(body: object, card: ModelCard) -> NativeRequest | ParsedRequest:
+def _parse_any_completion(data: bytearray, card: ModelCard) -> NativeRequest | ParsedRequest:
     """Parses a native completion, or a completion of Ollama's runner."""
-    if is_runner_request(body):
-        return prepare_runner_request(body, card)
-    return parse_completion(body, card)
+    if is_runner_request(data):
+        return prepare_runner_request(data, card)
+    return parse_completion(data, card)
 
 
 class _NativeEndpoint:
@@ -85,7 +86,7 @@ class _NativeEndpoint:
 
     def __init__(
         self,
-        parse: Callable[[object, ModelCard], NativeRequest | ParsedRequest],
+        parse: Callable[[bytearray, ModelCard], NativeRequest | ParsedRequest],
         models: Models,
         responder: GenerateResponder,
         bodies: RequestBodies,
@@ -101,7 +102,7 @@ class _NativeEndpoint:
             async def exchange(send: Send) -> None:
                 model, parsed = await body.read(
                     partial(resolve_requested, self._models),
-                    lambda content, model: (model, self._parse(content, model.card)),
+                    lambda data, model: (model, self._parse(data, model.card)),
                 )
                 if isinstance(parsed, NativeRequest):
                     parsed = await self._prepare(model, parsed)
@@ -188,19 +189,19 @@ class _ServerApi:
 
     async def count_tokens(self, request: Request) -> Response:
         model, parsed = await self._read_chat(
-            request, lambda body, name: build_chat(CHAT.decode_values(body), name).request
+            request, lambda data, name: build_chat(CHAT.decode(data), name).request
         )
         ids = await self._models.tokenize_chat(model, parsed)
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _read_chat(
-        self, request: Request, parse: Callable[[object, str], GenerateRequest]
+        self, request: Request, parse: Callable[[bytearray, str], GenerateRequest]
     ) -> tuple[ResolvedModel, GenerateRequest]:
         scope = request.scope
-        async with self._bodies.receive_json(scope, request.receive, MAX_CHAT_VALUES) as body:
+        async with self._bodies.receive_json(scope, request.receive) as body:
             model, parsed = await body.read(
                 partial(resolve_requested, self._models),
-                lambda content, model: (model, parse(content, model.card.id)),
+                lambda data, model: (model, parse(data, model.card.id)),
             )
         return model, replace(parsed, caller=get_caller(scope), admin=is_admin(scope))
 
@@ -252,9 +253,6 @@ def _render_slot(slot: int, card: ModelCard, *, is_processing: bool) -> JsonObje
     }
 
 
-def _read_template_request(body: object, model: str) -> GenerateRequest:
-    fields = Fields.from_value(body)
-    fields.string("model")
-    parsed = read_conversation_request(fields, model)
-    fields.check_unknown()
-    return parsed
+def _read_template_request(data: bytearray, model: str) -> GenerateRequest:
+    body = TEMPLATE.decode(data)
+    return build_conversation_request(body, body.messages, model)

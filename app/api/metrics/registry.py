@@ -102,7 +102,7 @@ class FrontendCollector(Collector):
             (
                 "mlxrunner_http_bodies_parsing",
                 "Large request bodies being parsed or waiting to be parsed",
-                bodies.parsing,
+                bodies.decoding,
             ),
             (
                 "mlxrunner_work_running",

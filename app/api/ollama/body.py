@@ -28,7 +28,7 @@ class OllamaBodies:
     async def receive(self, scope: Scope, receive: Receive) -> AsyncGenerator[Body]:
         """Receives a body with any content type, like `RequestBodies.receive_json`. Raises
         AppError(INVALID) for an empty body."""
-        async with self._bodies.receive_json(scope, receive, 0, check_type=False) as body:
+        async with self._bodies.receive_json(scope, receive, check_type=False) as body:
             if not body.size:
                 raise AppError(ErrorKind.INVALID, "missing request body")
             yield body

@@ -167,7 +167,7 @@ class OllamaEndpoint:
         async with self._bodies.receive(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, details, parsed = await body.read_bytes(
+                model, details, parsed = await body.read(
                     partial(_find_described, self._models),
                     lambda data, described: (
                         *described,
@@ -269,7 +269,7 @@ class _EmbedEndpoints:
                     name = requested or found[0].card.id
                     return found
 
-                model, request = await body.read_bytes(
+                model, request = await body.read(
                     find,
                     lambda data, described: (
                         described[0],

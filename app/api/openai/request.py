@@ -9,11 +9,10 @@ The other modules in this folder convert the shared fields.
 
 import math
 from dataclasses import dataclass, replace
-from typing import cast
 
 from msgspec import Raw
 
-from app.api.fields import Fields, as_array, as_token_ids, invalid_request, quote_value
+from app.api.fields import as_array, as_token_ids, invalid_request, quote_value
 from app.api.openai.messages import build_conversation
 from app.api.openai.reasoning import build_thinking
 from app.api.openai.sampling import (
@@ -313,19 +312,6 @@ def get_keep_alive(keep_alive: float | str | None, ttl: float | str | None = Non
     return alias if seconds is None else seconds
 
 
-def read_keep_alive(fields: Fields) -> float | None:
-    """Reads the fields of `get_keep_alive`."""
-    keep_alive, ttl = (
-        cast("float | str | None", _read_seconds(fields, name)) for name in ("keep_alive", "ttl")
-    )
-    return get_keep_alive(keep_alive, ttl)
-
-
-def _read_seconds(fields: Fields, name: str) -> object:
-    value = fields.value(name)
-    return value if isinstance(value, str) else fields.number(name, -(2.0**63), 2.0**63)
-
-
 def _parse_seconds(value: float | str | None, name: str) -> float | None:
     if value is None:
         return None
@@ -334,11 +320,6 @@ def _parse_seconds(value: float | str | None, name: str) -> float | None:
         expected = 'a number of seconds or a duration such as "5m"'
         raise invalid_request(name, f"{name} must be {expected}, not {quote_value(value)}")
     return seconds if 0 <= seconds <= units.LONGEST_DURATION else math.inf
-
-
-def check_model(fields: Fields) -> None:
-    """Checks the type of the field. The model was resolved earlier."""
-    fields.string("model")
 
 
 def check_metadata(value: Raw) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from msgspec import Raw
 
-from app.api.fields import Fields, as_number, invalid_request, quote_value
+from app.api.fields import as_number, invalid_request, quote_value
 from app.api.schema.decode import decode_json, decode_object
 from app.api.schema.generation import GenerationFields, SamplingFields
 from app.api.schema.openai import RESERVED_TEMPLATE_OPTIONS
@@ -105,15 +105,6 @@ def _get_knob(body: SamplingFields, knob: SamplingKnob) -> float | int | None:
                 f"{knob.name} and {knob.runner_name} are aliases: keep one of them",
             )
         value = alias if value is None else value
-    return knob.default if value is not None and value == knob.off else value
-
-
-def read_knob(fields: Fields, knob: SamplingKnob, name: str, high: float) -> float | int | None:
-    """Reads one sampling parameter. Returns None if it is not set. name: the name of the field."""
-    if knob.kind is int:
-        value = fields.integer(name, int(knob.low), int(high))
-    else:
-        value = fields.number(name, knob.low, high)
     return knob.default if value is not None and value == knob.off else value
 
 

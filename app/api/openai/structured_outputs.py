@@ -20,7 +20,7 @@ from app.api.schema.formats import (
     StructuredOutputs,
     TextFormat,
 )
-from app.api.schema.openai import CommonFields
+from app.api.schema.openai import ConstrainedFields
 from app.core.requests import ChoiceGrammar, Grammar, JsonSchema, LarkGrammar, Regex
 from app.http.body import FieldCounter
 
@@ -29,7 +29,7 @@ ANY_OBJECT_SCHEMA = '{"type":"object"}'
 _STRUCTURED_OUTPUTS = "structured_outputs"
 
 
-def build_grammar(body: CommonFields) -> Grammar | None:
+def build_grammar(body: ConstrainedFields) -> Grammar | None:
     """Returns the grammar of the output. Raises AppError(INVALID) if the request contains more than
     one."""
     gbnf = LarkGrammar(text=body.grammar, param="grammar") if body.grammar else None

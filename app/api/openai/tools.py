@@ -4,19 +4,16 @@ Knows: the fields `tools`, `tool_choice` and `parallel_tool_calls`. Must not kno
 calls, the supported schemas.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.api.fields import Fields, invalid_request, quote_value
+from app.api.fields import invalid_request, quote_value
 from app.api.schema import tools as schema
 from app.api.schema.decode import decode_object
 from app.api.schema.openai import ChatBody
 from app.core.errors import AppError
 from app.core.requests import NamedToolChoice, Tool, ToolChoice
-
-FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]+", re.ASCII)
 
 NO_PARAMETERS = {"type": "object", "properties": dict[str, Any]()}
 
@@ -104,30 +101,6 @@ def build_function(function: schema.Function, at: str) -> Tool:
         strict=function.strict or False,
         param=at,
     )
-
-
-def read_function(fields: Fields, at: str) -> Tool:
-    """Reads the fields of a function."""
-    return Tool(
-        name=read_tool_name(fields),
-        description=fields.string("description"),
-        parameters=fields.mapping("parameters") or NO_PARAMETERS,
-        strict=fields.boolean("strict") or False,
-        param=at,
-    )
-
-
-def read_tool_name(fields: Fields) -> str:
-    """Reads the name of a tool. Raises AppError(INVALID)."""
-    name = fields.required_string("name")
-    if len(name) > schema.MAX_NAME_CHARS or not FUNCTION_NAME.fullmatch(name):
-        path = fields.path("name")
-        raise invalid_request(
-            path,
-            f"{path} must be 1 to {schema.MAX_NAME_CHARS} letters, digits, underscores, hyphens or "
-            f"dots, not {quote_value(name)}",
-        )
-    return name
 
 
 def unknown_tool_error(path: str, name: str) -> AppError:

@@ -181,7 +181,7 @@ class _ResponsesApi:
         )
 
     async def input_tokens(self, request: Request) -> Response:
-        async with self._bodies.receive_json(request.scope, request.receive, 0) as body:
+        async with self._bodies.receive_json(request.scope, request.receive) as body:
             store, shifts = self._stores.for_caller(body.caller), self._settings.context_shift
 
             def read(
@@ -191,7 +191,7 @@ class _ResponsesApi:
                     data, model.card.id, store, context_shift=shifts, decoder=TOKEN_COUNT
                 )
 
-            model, parsed = await body.read_bytes(partial(resolve_requested, self._models), read)
+            model, parsed = await body.read(partial(resolve_requested, self._models), read)
             ids = await self._models.tokenize_chat(model, parsed.request)
             return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 

@@ -9,7 +9,7 @@ app/http/body.py limits.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
@@ -57,12 +57,19 @@ _array_decoder = msgspec.json.Decoder(list[Raw])
 class BodyDecoder(Generic[Body]):
     """Decodes bodies of one type. type_: the struct of the body. camel_case: whether the names of
     known fields may also be in camel case: Vercel's AI SDK passes the options of a provider on as
-    they are written in JavaScript."""
+    they are written in JavaScript. normalize: changes the JSON text first."""
 
-    def __init__(self, type_: type[Body], *, camel_case: bool = False) -> None:
+    def __init__(
+        self,
+        type_: type[Body],
+        *,
+        camel_case: bool = False,
+        normalize: Callable[[bytes | bytearray], bytes] | None = None,
+    ) -> None:
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._camel_case = camel_case
+        self._normalize = normalize
 
     def decode(self, data: bytes | bytearray) -> Body:
         """Returns the body, and reports its unknown fields. Raises AppError(INVALID)."""
@@ -78,17 +85,9 @@ class BodyDecoder(Generic[Body]):
         # text, would become the exception's context.
         raise AppError(ErrorKind.INVALID, f"the body is not valid JSON: {reason}")
 
-    def decode_values(self, values: object) -> Body:
-        """Returns the body for values that were parsed before. Raises AppError(INVALID)."""
-        try:
-            data = orjson.dumps(values)
-        except orjson.JSONEncodeError:
-            data = b""
-        if not data:
-            raise invalid_request(None, "the body is nested too deeply")
-        return self.decode(data)
-
     def _decode_with_fields(self, data: bytes | bytearray) -> tuple[Body, Mapping[str, Raw]]:
+        if self._normalize is not None:
+            data = self._normalize(data)
         body = self._decode(data)
         fields = OBJECT_DECODER.decode(data)
         if self._camel_case and (renamed := self._rename(fields)) is not None:

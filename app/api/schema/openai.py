@@ -96,12 +96,9 @@ NumPredict = Annotated[
 ]
 
 
-class CommonFields(GenerationFields, kw_only=True, frozen=True):
-    """The fields that chat completions and completions share."""
+class ConstrainedFields(GenerationFields, kw_only=True, frozen=True):
+    """The fields of all endpoints that accept a format of the output under each server's name."""
 
-    n: Choices = None
-    stream_options: StreamOptionsField = None
-    n_predict: NumPredict = None
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputsField = None
     guided_json: GuidedJson = NULL
@@ -110,6 +107,14 @@ class CommonFields(GenerationFields, kw_only=True, frozen=True):
     guided_grammar: GuidedText = None
     json_schema: GuidedJson = NULL
     grammar: Gbnf = None
+
+
+class CommonFields(ConstrainedFields, kw_only=True, frozen=True):
+    """The fields that chat completions and completions share."""
+
+    n: Choices = None
+    stream_options: StreamOptionsField = None
+    n_predict: NumPredict = None
     return_token_ids: ReturnTokenIds = None
     return_progress: ReturnProgress = None
     n_keep: NumKeep = None

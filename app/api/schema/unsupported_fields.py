@@ -12,8 +12,6 @@ ignores and reports them.
 from collections.abc import Mapping
 from typing import Literal
 
-from app.api.fields import Fields
-
 Endpoint = Literal["chat", "completions", "responses", "embeddings"]
 
 # The fields of all endpoints that generate text, with the values that have no effect.
@@ -97,9 +95,3 @@ def list_unsupported_fields(endpoint: Endpoint) -> Mapping[str, tuple[object, ..
     """Returns the fields of an endpoint, each with the values that have no effect."""
     own = _BY_ENDPOINT[endpoint]
     return own if endpoint == "embeddings" else {**_GENERATION, **own}
-
-
-def reject_unsupported_fields(fields: Fields, endpoint: Endpoint) -> None:
-    """Raises AppError(INVALID) if a field has a value that would have an effect."""
-    for name, neutral in list_unsupported_fields(endpoint).items():
-        fields.reject(name, *neutral)

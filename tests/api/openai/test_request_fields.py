@@ -6,25 +6,26 @@ from typing import Any
 
 import pytest
 
-from app.api.fields import Fields
-from app.api.openai.request import (
-    check_model,
-    parse_chat,
-    read_keep_alive,
-)
+from app.api.openai.request import parse_chat
 from app.core.errors import AppError, ErrorKind
+from app.core.requests import GenerateRequest
 from tests.rows import rows
 
 
+def parse(**body: Any) -> GenerateRequest:
+    content = json.dumps({"messages": [{"role": "user"}], **body}).encode()
+    return parse_chat(content, "m").request
+
+
 def check(**body: Any) -> None:
-    parse_chat(json.dumps({"messages": [{"role": "user"}], **body}).encode(), "m")
+    parse(**body)
 
 
 @pytest.mark.parametrize("body", [{"model": 5}, {"model": ["a"]}])
 def test_a_model_is_a_text(body: Any):
-    check_model(Fields.from_value({"model": "a/b"}))
+    check(model="a/b")
     with pytest.raises(AppError) as caught:
-        check_model(Fields.from_value(body))
+        check(**body)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "model")
 
 
@@ -77,12 +78,12 @@ def test_an_invalid_field_is_named_in_the_error(body: Any, param: str):
     ],
 )
 def test_keep_alive_has_the_syntax_of_ollama(value: Any, seconds: float | None):
-    assert read_keep_alive(Fields.from_value({"keep_alive": value})) == seconds
+    assert parse(keep_alive=value).keep_alive == seconds
 
 
 @pytest.mark.parametrize("value", ["", "m", "5 m", "5d", "1e3", "forever", True, [], "9" * 5000])
 def test_an_invalid_keep_alive_is_rejected(value: Any):
     with pytest.raises(AppError) as caught:
-        read_keep_alive(Fields.from_value({"keep_alive": value}))
+        check(keep_alive=value)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID, "keep_alive")
     assert len(caught.value.message) < 400

@@ -58,7 +58,7 @@ def parse(endpoint: Endpoint, **fields: Any) -> Any:
                 context_shift=False,
             ).request
         case "embeddings":
-            return parse_embeddings(body, model)
+            return parse_embeddings(json.dumps(body).encode(), model)
 
 
 @rows(("endpoint", "name", "neutral"), ROWS)
