@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
 from app.text.families.json_calls import FAMILIES
+from app.text.family import find_family
 from tests.rows import rows
 from tests.text.families.reading import (
     Call,
@@ -199,6 +200,14 @@ def test_calls_of_jamba_are_parsed():
 def test_templates_of_nemotron_are_recognized():
     assert FAMILIES["nemotron_v2"].matches("{{ '<TOOLCALL>[' }}")
     assert not FAMILIES["nemotron_v2"].matches("{{ '<tool_call>' }}")
+
+
+def test_the_template_of_granite_4_is_recognized_as_hermes():
+    """It has the roles of Granite 3, but other calls."""
+    template = """{{- '<|start_of_role|>assistant<|end_of_role|>' + content.val }}
+        {{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+        {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}"""
+    assert find_family(template) is FAMILIES["hermes"]
 
 
 def test_the_name_is_streamed_before_the_arguments():
