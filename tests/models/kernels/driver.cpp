@@ -3,6 +3,7 @@
 // fingerprints of all results.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -184,6 +185,75 @@ void check_rows(Draw& draw, Fingerprint& seen) {
     fail("a rotation in place");
 }
 
+std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count); }
+
+void draw_all(Draw& draw, Guarded<float>& into) {
+  for (std::size_t i = 0; i < into.size(); i++) into[i] = draw.number();
+}
+
+void check_convolution(Draw& draw, Fingerprint& seen) {
+  const std::int64_t channels = draw.in(1, 70), width = draw.in(1, 5);
+  std::vector<std::unique_ptr<Guarded<float>>> rows;
+  std::vector<const float*> taps;
+  for (std::int64_t j = 0; j < width; j++) {
+    rows.push_back(std::make_unique<Guarded<float>>(size(channels)));
+    draw_all(draw, *rows.back());
+    rows.back()->seal();
+    taps.push_back(rows.back()->data());
+  }
+  Guarded<float> weight(size(width * channels)), bias(size(channels)), out(size(channels));
+  draw_all(draw, weight), draw_all(draw, bias);
+  weight.seal(), bias.seal();
+  const bool has_bias = draw.in(0, 1) == 1;
+  kernels().convolve(taps.data(), width, weight.data(), has_bias ? bias.data() : nullptr, channels,
+                     out.data());
+  for (std::size_t c = 0; c < out.size(); c++) {
+    double sum = has_bias ? bias[c] : 0;
+    for (std::size_t j = 0; j < taps.size(); j++)
+      sum += static_cast<double>(taps[j][c]) * weight[j * out.size() + c];
+    if (!(std::abs(out[c] - sum / (1 + std::exp(-sum))) < 1e-5)) fail("a convolution is wrong");
+  }
+  seen.see(out.data(), out.size());
+}
+
+void check_scan(Draw& draw, Fingerprint& seen) {
+  const std::int64_t length = draw.in(1, 9), dim = draw.in(1, 40), states = draw.in(1, 40);
+  const std::int64_t heads = draw.in(1, 3), row = dim + 2 * states, out_step = dim + draw.in(0, 3);
+  // the last row ends with its queries
+  Guarded<float> rows(size(length * row)), steps(size((length - 1) * heads + 1)),
+      decays(steps.size()), state(size(states * dim)), out(size((length - 1) * out_step + dim));
+  for (Guarded<float>* all : {&rows, &steps, &decays, &state}) draw_all(draw, *all);
+  std::vector<double> expected(state.data(), state.data() + state.size());
+  rows.seal(), steps.seal(), decays.seal();
+  ScanTask task{length,       dim,   states, rows.data(), rows.data() + dim, rows.data() + dim + states,
+                row,          steps.data(), decays.data(), heads, 0.5f, state.data(), out.data(),
+                out_step};
+  Guarded<float> whole(state.size()), whole_out(out.size());
+  std::memcpy(whole.data(), state.data(), state.size() * sizeof(float));
+  ScanTask at_once = task;
+  at_once.state = whole.data(), at_once.out = whole_out.data();
+  kernels().scan(at_once);
+  task.length = 1;
+  for (std::int64_t t = 0; t < length; t++) {
+    kernels().scan(task);
+    for (std::int64_t p = 0; p < dim; p++) {
+      double sum = 0.5 * task.x[p];
+      for (std::int64_t n = 0; n < states; n++) {
+        double& one = expected[size(n * dim + p)];
+        one = one * *task.decays + static_cast<double>(task.keys[n]) * *task.steps * task.x[p];
+        sum += one * task.queries[n];
+      }
+      if (!(std::abs(task.out[p] - sum) < 1e-4)) fail("an output of a scan is wrong");
+      if (task.out[p] != whole_out[size(t * out_step + p)]) fail("a scan depends on its length");
+    }
+    task.x += row, task.keys += row, task.queries += row;
+    task.steps += heads, task.decays += heads, task.out += out_step;
+  }
+  if (std::memcmp(whole.data(), state.data(), state.size() * sizeof(float)))
+    fail("a state depends on the length of a scan");
+  seen.see(state.data(), state.size());
+}
+
 // Stores rows of `width` numbers, and replaces the numbers by the rounded ones.
 void store(KVType type, Guarded<float>& numbers, std::int64_t width, Guarded<std::byte>& into) {
   const auto count = static_cast<std::size_t>(width);
@@ -283,8 +353,6 @@ void check_sampling(Draw& draw, Fingerprint& seen) {
   if (count && found[static_cast<std::size_t>(place)] != token)
     fail("the list gives another token");
 }
-
-std::size_t size(std::int64_t count) { return static_cast<std::size_t>(count); }
 
 std::vector<std::int32_t> draw_tokens(Draw& draw, std::int64_t vocab, std::int64_t most) {
   std::vector<std::int32_t> tokens(size(draw.in(0, most)));
@@ -392,7 +460,7 @@ void check_edits(Draw& draw, Fingerprint& seen) {
 int main(int argc, char** argv) {
   if (argc != 3) fail("driver SEED ROUNDS");
   std::printf("%s", kernels().name);
-  for (auto check : {check_matmul, check_rows, check_attention, check_sampling, check_edits}) {
+  for (auto check : {check_matmul, check_rows, check_convolution, check_scan, check_attention, check_sampling, check_edits}) {
     Draw draw(static_cast<std::uint32_t>(std::atoi(argv[1])));
     Fingerprint seen;
     for (int i = 0; i < std::atoi(argv[2]); i++) check(draw, seen);
