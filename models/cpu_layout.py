@@ -30,7 +30,7 @@ from models import kernels
 from models.base import Model, ModelError
 from models.kernels import fused_blocks, layers, mamba2_op, stacked_layers
 from models.layers import GatedMLP
-from models.mamba2 import Mamba2Mixer
+from models.mamba2 import Mamba2Half, Mamba2Mixer
 from models.quant import replace_leaves
 from models.sublayers import DescribedBlock
 
@@ -90,6 +90,8 @@ def apply_cpu_layout(model: nn.Module) -> None:
             )
         if ops is not None and isinstance(module, Mamba2Mixer):
             _override_method(module, "mix", mamba2_op.fuse_mamba2(module, ops))
+        if ops is not None and isinstance(module, Mamba2Half):
+            _override_method(module, "mamba_residual", mamba2_op.fuse_half(module, ops))
         if ops is not None and isinstance(module, DescribedBlock):
             _fuse_sublayers(module, ops)
         if not isinstance(module, layers.KernelLayer | layers.KernelRMSNorm):

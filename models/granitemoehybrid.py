@@ -22,7 +22,7 @@ from models.conv import channels_last
 from models.experts import Experts, select_top_experts, stack_experts
 from models.kv import LayerCache
 from models.layers import GatedMLP
-from models.mamba2 import Mamba2Config, Mamba2Mixer, read_step_limits
+from models.mamba2 import Mamba2Config, Mamba2Half, Mamba2Mixer, read_step_limits
 from models.prenorm import PreNormBlock
 from models.recurrent import RecurrentCache
 from models.rope import NoRope
@@ -115,8 +115,10 @@ class AttentionBlock(PreNormBlock):
         super().__init__(config, config.make_attention(), _make_mlp(config))
 
 
-class MambaBlock(PreNormBlock):
+class MambaBlock(Mamba2Half, PreNormBlock):
     """A pre-norm block with a Mamba-2 layer instead of attention."""
+
+    mamba_names: ClassVar[tuple[str, str]] = ("input_layernorm", "mamba")
 
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)
@@ -126,7 +128,7 @@ class MambaBlock(PreNormBlock):
         self.post_attention_layernorm = config.norm()
 
     def attention_residual(self, x: mx.array, kv: Any) -> mx.array:
-        return x + self.mamba(self.input_layernorm(x), kv)
+        return self.mamba_residual(x, kv)
 
     def make_kv(self) -> LayerCache:
         return RecurrentCache(2)

@@ -17,7 +17,7 @@ because it accumulates thousands of small steps.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -197,6 +197,21 @@ class Mamba2Mixer(nn.Module):
         )
         y = _add_skipped(y, self.D[:, None], values).reshape(batch, length, -1)
         return self.norm(y, gates.astype(mx.float32)).astype(projected.dtype)
+
+
+class Mamba2Half(nn.Module):
+    """A base class of blocks that compute x + mixer(norm(x)) with a Mamba-2 layer.
+
+    mamba_names: the names of the norm and of the layer.
+    """
+
+    mamba_names: ClassVar[tuple[str, str]]
+
+    # On devices with a fused operation, models/cpu_layout.py replaces this method with it.
+
+    def mamba_residual(self, x: mx.array, kv: RecurrentCache) -> mx.array:
+        norm, mixer = (getattr(self, name) for name in self.mamba_names)
+        return x + mixer(norm(x), kv)
 
 
 def selective_scan(

@@ -26,7 +26,7 @@ from models.conv import channels_last
 from models.experts import ExpertLinear, GroupedTopKMoE, move_router_bias, stack_experts
 from models.kv import KVCache, LayerCache
 from models.layers import apply_glu
-from models.mamba2 import Mamba2Config, Mamba2Mixer, read_step_limits
+from models.mamba2 import Mamba2Config, Mamba2Half, Mamba2Mixer, read_step_limits
 from models.recurrent import RecurrentCache
 from models.rope import NoRope
 from models.sharding import MLP_SHARDS, ShardSpec
@@ -231,6 +231,16 @@ class Block(nn.Module):
         return keys  # attention has no rotary positions
 
 
+class MambaBlock(Mamba2Half, Block):
+    mamba_names: ClassVar[tuple[str, str]] = ("norm", "mixer")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, MAMBA)
+
+    def __call__(self, x: mx.array, kv: Any, select: SelectPositions = select_all) -> mx.array:
+        return select(self.mamba_residual(x, kv))
+
+
 class Backbone(decoder.Backbone):
     """Layers of which only some have a cache."""
 
@@ -258,7 +268,10 @@ class Model(decoder.CausalLM):
         for key, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
             if getattr(config, key) != only:
                 raise ModelError(f"nemotron_h with {key} {getattr(config, key)!r} is not supported")
-        blocks = [Block(config, kind) for kind in config.read_layer_types()]
+        blocks = [
+            MambaBlock(config) if kind == MAMBA else Block(config, kind)
+            for kind in config.read_layer_types()
+        ]
         if not any(block.is_cached for block in blocks):
             raise ModelError("config.json lists neither Mamba nor attention layers")
         super().__init__(config, Backbone(config, blocks))

@@ -325,3 +325,30 @@ class InputGateBlock:
         scale: mx.array | None = None,
     ) -> None: ...
     def __call__(self, x: mx.array, input: mx.array) -> mx.array: ...
+
+class Mamba2Block:
+    """Computes x + out_proj(mamba2(in_proj(h), …)) with h = rms_norm(x). The result is
+    bit-identical to `mamba_residual` of models/mamba2.py. This operation is for a few rows only.
+    norm: its weight and epsilon. The other parameters are those of `mamba2`. Raises ValueError for
+    inconsistent shapes."""
+
+    def __init__(
+        self,
+        norm: tuple[mx.array, float],
+        in_proj: Matmul,
+        out_proj: Matmul,
+        *,
+        conv_weight: mx.array,
+        conv_bias: mx.array | None,
+        dt_bias: mx.array,
+        a_log: mx.array,
+        d: mx.array,
+        norm_weight: mx.array,
+        eps: float,
+        min_step: float,
+        max_step: float,
+    ) -> None: ...
+    def __call__(
+        self, x: mx.array, states: list[mx.array], tails: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        """x: [B, L, hidden]. states, tails: see `mamba2`."""

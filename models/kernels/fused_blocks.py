@@ -48,7 +48,7 @@ def fuse_attention(block: DescribedBlock, ops: Any) -> Residual | None:
     ):
         if norm is not None:
             norms[name] = norm
-    if not _are_kernel_layers(linears, list(norms.values())):
+    if not are_kernel_layers(linears, list(norms.values())):
         return None
     heads, kv_heads, scale = parts.heads, parts.kv_heads, parts.scale
     is_shared = "k_proj" not in present
@@ -79,7 +79,7 @@ def fuse_attention(block: DescribedBlock, ops: Any) -> Residual | None:
         )
 
     kept_norms = list(norms.values())
-    fused = _CachedOp(lambda: [*_op_parts(linears, kept_norms), attention.get("sinks")], make)
+    fused = CachedOp(lambda: [*op_parts(linears, kept_norms), attention.get("sinks")], make)
     # the shapes for `allocate_slots`, which are never evaluated
     new_keys = mx.zeros((1, kv_heads, 1, key_dim))
     new_values = mx.zeros((1, kv_heads, 1, value_dim))
@@ -108,7 +108,7 @@ def fuse_mlp(block: DescribedBlock, ops: Any) -> Residual | None:
     linears = [mlp[name] for name in mlp.projection_names]
     norms = [parts.norm, *([] if parts.post_norm is None else [parts.post_norm])]
     kind = layers.get_activation_name(mlp.activation)
-    if kind is None or not _are_kernel_layers(linears, norms):
+    if kind is None or not are_kernel_layers(linears, norms):
         return None
     if not linears[0].matmul.has_same_format(linears[1].matmul):
         return None
@@ -119,7 +119,7 @@ def fuse_mlp(block: DescribedBlock, ops: Any) -> Residual | None:
         return ops.MlpBlock(norm, kind, gate, up, down, post_norm=post_norm, scale=scale)
 
     get_scale = parts.get_scale or _no_scale
-    fused = _CachedOp(lambda: [*_op_parts(linears, norms), get_scale()], make)
+    fused = CachedOp(lambda: [*op_parts(linears, norms), get_scale()], make)
     block_ref = ref(block)
 
     def mlp_residual(x: mx.array) -> mx.array:
@@ -139,7 +139,7 @@ def fuse_input_gate(block: DescribedBlock, ops: Any) -> Residual | None:
         return None
     linears, norms = [parts.gate, parts.projection], [parts.post_norm]
     kind = layers.get_activation_name(parts.activation)
-    if kind is None or not _are_kernel_layers(linears, norms):
+    if kind is None or not are_kernel_layers(linears, norms):
         return None
 
     def make(gate: Any, projection: Any, weight: mx.array, scale: mx.array | None) -> Any:
@@ -147,7 +147,7 @@ def fuse_input_gate(block: DescribedBlock, ops: Any) -> Residual | None:
         return ops.InputGateBlock(kind, gate, projection, post_norm, scale=scale)
 
     get_scale = parts.get_scale or _no_scale
-    fused = _CachedOp(lambda: [*_op_parts(linears, norms), get_scale()], make)
+    fused = CachedOp(lambda: [*op_parts(linears, norms), get_scale()], make)
     block_ref = ref(block)
 
     def input_residual(x: mx.array, given: mx.array) -> mx.array:
@@ -164,7 +164,7 @@ def _no_scale() -> None:
     return None
 
 
-class _CachedOp:
+class CachedOp:
     """Returns make(*get_parts()), which is rebuilt whenever one of the parts, such as a weight, was
     replaced."""
 
@@ -180,14 +180,15 @@ class _CachedOp:
         return self._op
 
 
-def _are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+def are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
+    """Returns whether a fused operation can take these layers."""
     linear = layers.KernelLinear | layers.KernelQuantizedLinear
     return all(isinstance(layer, linear) for layer in linears) and all(
         isinstance(layer, layers.KernelRMSNorm) for layer in norms
     )
 
 
-def _op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
+def op_parts(linears: Sequence[Any], norms: Sequence[Any]) -> list[Any]:
     """Returns the arguments of a fused operation, taken from kernel layers."""
     return [*map(_GET_MATMUL, linears), *map(_GET_WEIGHT, norms)]
 

@@ -1,12 +1,16 @@
 """The Mamba-2 layer: its formulas, and the operation that replaces them on a CPU."""
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,14 +19,18 @@ from hypothesis import strategies as st
 from models import kernels
 from models.base import ModelError
 from models.cpu_layout import apply_cpu_layout
+from models.kernels.fused_blocks import MAX_FUSED_ROWS
+from models.kernels.mamba2_op import get_arguments
 from models.mamba2 import (
     CHUNK_LENGTH,
     Mamba2Config,
+    Mamba2Half,
     Mamba2Mixer,
     read_step_limits,
     selective_scan,
 )
 from models.recurrent import RecurrentCache
+from tests.models import parity
 from tests.models.kernel_switch import use_kernels
 
 OPS = kernels.ops()
@@ -168,6 +176,80 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(threads: int) -> None:
     OPS.set_num_threads(before)
 
 
+class Block(Mamba2Half):
+    """The half of a block with a Mamba-2 layer."""
+
+    mamba_names = ("norm", "mixer")
+
+    def __init__(self, bits: int | None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.mixer = Mamba2Mixer(replace(CONFIG, bias=True, head_dim=16, num_heads=4))
+        parity.draw_weights(self, seed=0)
+        if bits is not None:
+            nn.quantize(self, group_size=32, bits=bits)
+        apply_cpu_layout(self)
+
+    def is_fused(self) -> bool:
+        return "mamba_residual" in vars(self)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("rows", [1, 5, MAX_FUSED_ROWS + 1])
+def test_the_fused_half_of_a_block_has_the_bits_of_its_parts(bits: int | None, rows: int) -> None:
+    block = Block(bits)
+    assert block.is_fused()
+    results: list[list[Array]] = []
+    for residual in (block.mamba_residual, partial(Mamba2Half.mamba_residual, block)):
+        caches = [RecurrentCache(2) for _ in range(rows)]
+        outs: list[Array] = []
+        for row, cache in enumerate(caches):
+            residual(draw(3 + row % 2, seed=row), cache)
+        for step in range(3):
+            together: Any = caches[0].make_batch(
+                caches, mx.array([cache.offset for cache in caches])
+            )
+            outs.append(np.array(residual(draw(1, rows, seed=step), together)))
+        assert [cache.offset for cache in caches] == [6 + row % 2 for row in range(rows)]
+        results.append([*outs, *(np.array(state) for cache in caches for state in cache.state())])
+    for fused, parts in zip(*results, strict=True):
+        np.testing.assert_array_equal(fused, parts)
+
+
+@needs_kernels
+def test_weights_of_a_fused_half_must_fit() -> None:
+    block: Any = Block(None)
+    small, large = (OPS.Matmul(OPS.repack(mx.zeros((n, HIDDEN)))) for n in (HIDDEN, 48))
+    norm = (block.norm.weight, 1e-5)
+    arguments = get_arguments(block.mixer)
+    with pytest.raises(ValueError, match="from and to hidden states"):
+        OPS.Mamba2Block(norm, small, large, **arguments)
+    with pytest.raises(ValueError, match="must take the heads"):
+        OPS.Mamba2Block(norm, small, small, **arguments)
+    fits = OPS.Mamba2Block(
+        norm, block.mixer.in_proj.matmul, block.mixer.out_proj.matmul, **arguments
+    )
+    with pytest.raises(ValueError, match=r"x must be \[batch, length, hidden\]"):
+        fits(mx.zeros((1, 1, HIDDEN + 1)), [], [])
+    with pytest.raises(ValueError, match="each row needs a state"):
+        fits(mx.zeros((1, 1, HIDDEN)), [], [])
+
+
+@needs_kernels
+def test_half_a_block_of_unsupported_weights_is_not_fused() -> None:
+    assert not Block(3).is_fused()
+
+
+@needs_kernels
+def test_a_fused_block_is_freed() -> None:
+    block = Block(None)
+    gone = weakref.ref(block)
+    del block
+    gc.collect()
+    assert gone() is None
+
+
 @needs_kernels
 def test_a_copied_state_is_not_written() -> None:
     """The operation writes in place, unless another cache has the state."""
@@ -202,7 +284,8 @@ def test_a_state_is_advanced_in_place() -> None:
         ({"states": [mx.zeros((1, 6, 12, 21))]}, "the channels must be"),
         ({"projected": mx.zeros((1, 1, 295))}, "the projections must be gates"),
         ({"projected": mx.zeros((2, 1, 294))}, "each row needs a state"),
-        ({"projected": mx.zeros((1, 0, 294))}, "of float32"),
+        ({"projected": mx.zeros((1, 0, 294))}, "at least one row and one position"),
+        ({"projected": mx.zeros((1, 294))}, "batch, length, width"),
         ({"conv_weight": mx.zeros((1, 168))}, "2 to 16 taps"),
         ({"conv_weight": mx.zeros((17, 168))}, "2 to 16 taps"),
         ({"conv_bias": mx.zeros((3,))}, "bias must be"),

@@ -14,6 +14,7 @@ namespace mlxrunner {
 
 namespace {
 
+struct ForArena;
 struct ForProjected;
 struct ForBlock;
 struct ForTail;
@@ -42,6 +43,8 @@ struct Weights {
 
 // log(1 + e^x), as in PyTorch
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+using Results = std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>>;
 
 class Mixer {
  public:
@@ -154,6 +157,19 @@ class Mixer {
   float *convolved_ = nullptr, *steps_ = nullptr, *decays_ = nullptr;
 };
 
+// The rows of the written states and tails, which follow the first output.
+std::vector<Row> get_rows(std::vector<mx::array>& outs) {
+  const std::size_t parts = (outs.size() - 1) / 2;
+  std::vector<Row> rows;
+  for (std::size_t i = 1; i <= parts; i++) {
+    mx::array &state = outs[i], &tail = outs[parts + i];
+    for (int b = 0; b < state.shape(0); b++)
+      rows.push_back({state.data<float>() + state.size() / state.shape(0) * b,
+                      tail.data<float>() + tail.size() / state.shape(0) * b});
+  }
+  return rows;
+}
+
 // Its inputs are the projections, the states, the tails, and the weights.
 class Mamba2Primitive : public CpuPrimitive {
  public:
@@ -172,13 +188,7 @@ class Mamba2Primitive : public CpuPrimitive {
     weights.conv_bias = in.size() > 6 + 2 * parts_ ? weight[5].data<float>() : nullptr;
     View projected(in[0]);
     WritableBuffers writable(in, 1, outs);
-    std::vector<Row> rows;
-    for (std::size_t i = 0; i < parts_; i++) {
-      mx::array &state = outs[1 + i], &tail = outs[1 + parts_ + i];
-      for (int b = 0; b < state.shape(0); b++)
-        rows.push_back({state.data<float>() + state.size() / state.shape(0) * b,
-                        tail.data<float>() + tail.size() / state.shape(0) * b});
-    }
+    std::vector<Row> rows = get_rows(outs);
     mx::cpu::get_command_encoder(stream()).dispatch(
         [sizes = sizes_, params = params_, weights, projected = std::move(projected),
          writable = std::move(writable), rows = std::move(rows),
@@ -201,14 +211,65 @@ class Mamba2Primitive : public CpuPrimitive {
   std::size_t parts_;
 };
 
+// Its inputs are x, the states, the tails, and weights that were not evaluated yet.
+class Mamba2BlockPrimitive : public CpuPrimitive {
+ public:
+  Mamba2BlockPrimitive(mx::Stream stream, Sizes sizes,
+                       std::shared_ptr<const Mamba2BlockWeights> weights)
+      : CpuPrimitive(stream), sizes_(sizes), weights_(std::move(weights)) {}
+
+  void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
+    allocate(outs[0]);
+    View x(in[0]);
+    WritableBuffers writable(in, 1, outs);
+    std::vector<Row> rows = get_rows(outs);
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [sizes = sizes_, all = weights_, x = std::move(x), writable = std::move(writable),
+         rows = std::move(rows), out = outs[0].data<float>()]() mutable {
+          writable.copy_shared();
+          const MatrixAndBias in_proj = all->in_proj.matrix_and_bias(),
+                              out_proj = all->out_proj.matrix_and_bias();
+          const std::int64_t count = sizes.batch * sizes.length, hidden = in_proj.w.width;
+          const auto room = [&](std::int64_t width) {
+            return ScratchArena::round_up(count * width);
+          };
+          ScratchArena arena(scratch<ForArena>(static_cast<std::size_t>(
+              2 * room(hidden) + room(sizes.projected()) + room(sizes.inner()))));
+          const float* residual = x.rows(arena.allocate(room(hidden)));
+          float *normed = arena.allocate(room(hidden)),
+                *projected = arena.allocate(room(sizes.projected())),
+                *mixed = arena.allocate(room(sizes.inner()));
+          normalize(all->norm, residual, count, hidden, normed);
+          multiply(in_proj.w, normed, count, in_proj.bias, projected);
+          const Mamba2Weights& own = all->mixer;
+          const Weights weights{own.conv_weight.data<float>(),
+                                own.conv_bias ? own.conv_bias->data<float>() : nullptr,
+                                own.dt_bias.data<float>(),
+                                own.a_log.data<float>(),
+                                own.d.data<float>(),
+                                own.norm_weight.data<float>()};
+          Mixer(sizes, weights, all->params, projected, std::move(rows), mixed).run();
+          multiply(out_proj.w, mixed, count, out_proj.bias, out);
+          add(residual, count, hidden, out);
+          writable.release();
+        });
+  }
+
+  const char* name() const override { return "mlxrunner::Mamba2Block"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  Sizes sizes_;
+  std::shared_ptr<const Mamba2BlockWeights> weights_;
+};
+
 void require_shape(const mx::array& a, const mx::Shape& shape, const char* message) {
   require(a.dtype() == mx::float32 && a.shape() == shape, message);
 }
 
-Sizes check(const mx::array& projected, const std::vector<mx::array>& states,
+Sizes check(int batch, int length, int projected, const std::vector<mx::array>& states,
             const std::vector<mx::array>& tails, const Mamba2Weights& weights) {
-  require(projected.dtype() == mx::float32 && projected.ndim() == 3 && projected.size() > 0,
-          "the projections must be [batch, length, width] of float32");
+  require(batch > 0 && length > 0, "there must be at least one row and one position");
   require(!states.empty() && states.size() == tails.size() && states[0].ndim() == 4 &&
               states[0].size() > 0,
           "each row needs a state [rows, heads, state, head_dim] and a tail");
@@ -220,7 +281,7 @@ Sizes check(const mx::array& projected, const std::vector<mx::array>& states,
   require(width > 1 && width <= kMaxConvWidth, "the convolution must have 2 to 16 taps");
   require(groups > 0 && channels == inner + 2 * groups * state_size && heads % groups == 0,
           "the channels must be those of the heads, and of the keys and queries of each group");
-  require(projected.shape(2) == inner + channels + heads,
+  require(projected == inner + channels + heads,
           "the projections must be gates, channels and step sizes");
   int rows = 0;
   for (std::size_t i = 0; i < states.size(); i++) {
@@ -231,25 +292,43 @@ Sizes check(const mx::array& projected, const std::vector<mx::array>& states,
                   "a tail must be [rows, width - 1, channels] of float32");
     rows += count;
   }
-  require(rows == projected.shape(0), "each row needs a state");
+  require(rows == batch, "each row needs a state");
   require_shape(weights.conv_weight, {width, channels}, "the convolution's weight must be float32");
   if (weights.conv_bias)
     require_shape(*weights.conv_bias, {channels}, "the convolution's bias must be [channels]");
   for (const mx::array* one : {&weights.dt_bias, &weights.a_log, &weights.d})
     require_shape(*one, {heads}, "dt_bias, a_log and d must be [heads] of float32");
   require_shape(weights.norm_weight, {inner}, "the norm's weight must be [heads * head_dim]");
-  return {projected.shape(0), projected.shape(1), heads, head_dim, state_size, groups, width};
+  return {batch, length, heads, head_dim, state_size, groups, width};
+}
+
+void check(const Mamba2Params& params) {
+  require(params.eps > 0 && params.min_step <= params.max_step,
+          "eps must be positive, and min_step at most max_step");
+}
+
+Results make_results(mx::Shape shape, const std::vector<mx::array>& states,
+                     const std::vector<mx::array>& tails, std::shared_ptr<mx::Primitive> primitive,
+                     const std::vector<mx::array>& in) {
+  std::vector<mx::Shape> shapes{std::move(shape)};
+  for (const auto* all : {&states, &tails})
+    for (const mx::array& one : *all) shapes.push_back(one.shape());
+  std::vector<mx::Dtype> types(shapes.size(), mx::float32);
+  auto outs = mx::array::make_arrays(std::move(shapes), types, std::move(primitive), in);
+  const auto middle = outs.begin() + 1 + static_cast<std::ptrdiff_t>(states.size());
+  return {outs[0], {outs.begin() + 1, middle}, {middle, outs.end()}};
 }
 
 }  // namespace
 
-std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> mamba2(
-    const mx::array& projected, const std::vector<mx::array>& states,
-    const std::vector<mx::array>& tails, const Mamba2Weights& weights,
-    const Mamba2Params& params) {
-  const Sizes sizes = check(projected, states, tails, weights);
-  require(params.eps > 0 && params.min_step <= params.max_step,
-          "eps must be positive, and min_step at most max_step");
+Results mamba2(const mx::array& projected, const std::vector<mx::array>& states,
+               const std::vector<mx::array>& tails, const Mamba2Weights& weights,
+               const Mamba2Params& params) {
+  require(projected.dtype() == mx::float32 && projected.ndim() == 3,
+          "the projections must be [batch, length, width] of float32");
+  const Sizes sizes = check(projected.shape(0), projected.shape(1), projected.shape(2), states,
+                            tails, weights);
+  check(params);
   std::vector<mx::array> in{projected};
   in.insert(in.end(), states.begin(), states.end());
   in.insert(in.end(), tails.begin(), tails.end());
@@ -257,16 +336,48 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> mamba2(
                                &weights.norm_weight})
     in.push_back(contiguous_rows(*one));
   if (weights.conv_bias) in.push_back(contiguous_rows(*weights.conv_bias));
-  std::vector<mx::Shape> shapes{
-      {projected.shape(0), projected.shape(1), static_cast<int>(sizes.inner())}};
-  for (const auto* all : {&states, &tails})
-    for (const mx::array& one : *all) shapes.push_back(one.shape());
-  std::vector<mx::Dtype> types(shapes.size(), mx::float32);
-  auto outs = mx::array::make_arrays(
-      std::move(shapes), types,
+  return make_results(
+      {projected.shape(0), projected.shape(1), static_cast<int>(sizes.inner())}, states, tails,
       std::make_shared<Mamba2Primitive>(cpu(), sizes, params, states.size()), in);
-  const auto middle = outs.begin() + 1 + static_cast<std::ptrdiff_t>(states.size());
-  return {outs[0], {outs.begin() + 1, middle}, {middle, outs.end()}};
+}
+
+Mamba2Block::Mamba2Block(Mamba2BlockWeights weights) {
+  const Matmul &in_proj = weights.in_proj.matmul, &out_proj = weights.out_proj.matmul;
+  weights.norm = check_norm(std::move(weights.norm), in_proj.inputs());
+  require(out_proj.outputs() == in_proj.inputs(),
+          "the projections must be from and to hidden states");
+  check(weights.params);
+  Mamba2Weights& mixer = weights.mixer;
+  require(mixer.norm_weight.shape() == mx::Shape{out_proj.inputs()},
+          "the output projection must take the heads");
+  pending_.add(weights.norm.weight);
+  pending_.add(weights.in_proj);
+  pending_.add(weights.out_proj);
+  for (mx::array* one :
+       {&mixer.conv_weight, &mixer.dt_bias, &mixer.a_log, &mixer.d, &mixer.norm_weight}) {
+    *one = contiguous_rows(*one);
+    pending_.add(*one);
+  }
+  if (mixer.conv_bias) {
+    mixer.conv_bias = contiguous_rows(*mixer.conv_bias);
+    pending_.add(*mixer.conv_bias);
+  }
+  weights_ = std::make_shared<const Mamba2BlockWeights>(std::move(weights));
+}
+
+Results Mamba2Block::operator()(const mx::array& x, const std::vector<mx::array>& states,
+                                const std::vector<mx::array>& tails) {
+  require(x.dtype() == mx::float32 && x.ndim() == 3 &&
+              x.shape(2) == weights_->in_proj.matmul.inputs(),
+          "x must be [batch, length, hidden] of float32");
+  const Sizes sizes = check(x.shape(0), x.shape(1), weights_->in_proj.matmul.outputs(), states,
+                            tails, weights_->mixer);
+  std::vector<mx::array> in{x};
+  in.insert(in.end(), states.begin(), states.end());
+  in.insert(in.end(), tails.begin(), tails.end());
+  pending_.append_pending(in);
+  return make_results(x.shape(), states, tails,
+                      std::make_shared<Mamba2BlockPrimitive>(cpu(), sizes, weights_), in);
 }
 
 }  // namespace mlxrunner

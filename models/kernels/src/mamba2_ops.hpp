@@ -2,11 +2,13 @@
 // and the gated norm.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "arrays.hpp"
+#include "weights.hpp"
 
 namespace mlxrunner {
 
@@ -33,5 +35,30 @@ struct Mamba2Params {
 std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> mamba2(
     const mx::array& projected, const std::vector<mx::array>& states,
     const std::vector<mx::array>& tails, const Mamba2Weights& weights, const Mamba2Params& params);
+
+// The Mamba-2 half of a block, for a few rows: the norm before it, its projections, and the addition
+// to the residual stream. The results are bit-identical to those of the separate operations.
+struct Mamba2BlockWeights {
+  RmsNorm norm;
+  BoundMatmul in_proj, out_proj;
+  Mamba2Weights mixer;
+  Mamba2Params params;
+};
+
+class Mamba2Block {
+ public:
+  // Raises if the shapes of the weights do not match.
+  explicit Mamba2Block(Mamba2BlockWeights weights);
+
+  // Returns x + out_proj(mamba2(in_proj(norm(x)), ...)), the states and the tails. x: [B, L, hidden]
+  // float32.
+  std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> operator()(
+      const mx::array& x, const std::vector<mx::array>& states,
+      const std::vector<mx::array>& tails);
+
+ private:
+  std::shared_ptr<const Mamba2BlockWeights> weights_;
+  PendingInputs pending_;
+};
 
 }  // namespace mlxrunner

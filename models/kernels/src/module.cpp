@@ -238,6 +238,22 @@ void bind_mamba2(nb::module_& m) {
       },
       "projected"_a, "states"_a, "tails"_a, nb::kw_only(), "conv_weight"_a, "conv_bias"_a.none(),
       "dt_bias"_a, "a_log"_a, "d"_a, "norm_weight"_a, "eps"_a, "min_step"_a, "max_step"_a);
+  nb::class_<Mamba2Block>(m, "Mamba2Block", "The Mamba-2 half of a decoder block.")
+      .def(
+          "__init__",
+          [](Mamba2Block* self, const Norm& norm, const Matmul& in_proj, const Matmul& out_proj,
+             const mx::array& conv_weight, const std::optional<mx::array>& conv_bias,
+             const mx::array& dt_bias, const mx::array& a_log, const mx::array& d,
+             const mx::array& norm_weight, float eps, float min_step, float max_step) {
+            new (self) Mamba2Block({{norm.first, norm.second},
+                                    BoundMatmul(in_proj),
+                                    BoundMatmul(out_proj),
+                                    {conv_weight, conv_bias, dt_bias, a_log, d, norm_weight},
+                                    {eps, min_step, max_step}});
+          },
+          "norm"_a, "in_proj"_a, "out_proj"_a, nb::kw_only(), "conv_weight"_a, "conv_bias"_a.none(),
+          "dt_bias"_a, "a_log"_a, "d"_a, "norm_weight"_a, "eps"_a, "min_step"_a, "max_step"_a)
+      .def("__call__", &Mamba2Block::operator(), "x"_a, "states"_a, "tails"_a);
 }
 
 }  // namespace
@@ -248,7 +264,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 6;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 7;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(
