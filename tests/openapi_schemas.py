@@ -127,6 +127,9 @@ UNDOCUMENTED: Mapping[type[Options], Sequence[str]] = {
     OllamaCreateBody: tuple(OllamaCreateBody.unsupported),
 }
 
+# The description of a field that would change the response otherwise.
+NEUTRAL = "Not supported: only a value without effect is accepted."
+
 # The most common optional fields, which come first.
 COMMON = (
     "model",
@@ -255,9 +258,9 @@ class SchemaBuilder:
             if name in properties:
                 continue
             if rule.neutral:
-                properties[name] = {"enum": [*rule.neutral, None]}
+                properties[name] = {"enum": [*rule.neutral, None], "description": NEUTRAL}
             elif cls not in UNDOCUMENTED:
-                properties[name] = {"type": "null"}
+                properties[name] = {"type": "null", "description": rule.instead or "Not supported."}
         for name in UNDOCUMENTED.get(cls, ()):
             del properties[name]
         if required:

@@ -34,3 +34,21 @@ def join_lines(value: Any) -> Any:
 def test_required_fields_come_first_and_then_common_ones():
     chat = build_components()["ChatCompletionRequest"]
     assert list(chat["properties"])[:3] == ["messages", "model", "stream"]
+
+
+def is_described(schema: Any, schemas: Any) -> bool:
+    if "$ref" in schema:
+        schema = schemas[schema["$ref"].rpartition("/")[2]]
+    parts = [*schema.get("allOf", ()), *schema.get("anyOf", ())]
+    return "description" in schema or any(is_described(part, schemas) for part in parts)
+
+
+def test_every_field_of_a_body_has_a_description():
+    components = build_components()
+    schemas = {**read_openapi()["components"]["schemas"], **components}
+    fields = {
+        f"{name}.{field}": schema
+        for name in BODIES
+        for field, schema in components[name]["properties"].items()
+    }
+    assert [name for name, schema in fields.items() if not is_described(schema, schemas)] == []

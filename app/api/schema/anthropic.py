@@ -282,7 +282,9 @@ class MessagesBody(SamplingFields, kw_only=True, frozen=True):
 class CountTokensBody(MessagesBody, kw_only=True, frozen=True):
     """The body of POST /v1/messages/count_tokens."""
 
-    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    max_tokens: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
+        Annotated[int, Meta(ge=0, le=INT32_MAX)] | None, describe("No effect.")
+    ] = None
 
 
 MESSAGES = BodyDecoder(MessagesBody)

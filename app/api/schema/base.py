@@ -116,6 +116,8 @@ TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX), describe(component="TokenId")
 Identifier = Annotated[
     str | None, describe("A client-defined identifier. No effect.", component="Identifier")
 ]
+NoEffectText = Annotated[str | None, describe("No effect.")]
+NoEffectObject = Annotated[AnyObject | None, describe("No effect.")]
 Model = Annotated[
     str | None,
     describe(

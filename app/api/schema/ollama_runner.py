@@ -93,7 +93,7 @@ class RunnerBody(Options, kw_only=True, frozen=True):
 
     unsupported = reject_fields(media=([],), images=([],))
 
-    prompt: Annotated[str, describe(schema={"minLength": 1})]
+    prompt: Annotated[str, describe("The rendered prompt.", schema={"minLength": 1})]
     options: RunnerOptions | None = None
     cache_prompt: CachePrompt = None
     format: Annotated[

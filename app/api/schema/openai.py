@@ -8,7 +8,15 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw
 
-from app.api.schema.base import NULL, AnyObject, Identifier, describe, reject_fields
+from app.api.schema.base import (
+    NULL,
+    AnyObject,
+    Identifier,
+    NoEffectObject,
+    NoEffectText,
+    describe,
+    reject_fields,
+)
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.formats import (
     Gbnf,
@@ -226,8 +234,8 @@ class ChatBody(CommonFields, kw_only=True, frozen=True):
     metadata: Metadata = NULL
     safety_identifier: Identifier = None
     prompt_cache_key: Identifier = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: AnyObject | None = None
+    prompt_cache_retention: NoEffectText = None
+    prompt_cache_options: NoEffectObject = None
     client_metadata: Annotated[AnyObject | None, describe("Sent by Codex. No effect.")] = None
     prediction: Annotated[
         AnyObject | None, describe("Would not speed up generation. No effect.")

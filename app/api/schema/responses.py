@@ -15,6 +15,8 @@ from app.api.schema.base import (
     AnyObject,
     Identifier,
     Item,
+    NoEffectObject,
+    NoEffectText,
     Options,
     TypeNames,
     describe,
@@ -311,7 +313,7 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
     ] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ResponseToolChoice | None,
-        describe(exact=refer("ResponseToolChoice")[0]),
+        describe("Whether the model calls tools, and which.", exact=refer("ResponseToolChoice")[0]),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None,
@@ -359,8 +361,8 @@ class ResponseBody(GenerationFields, kw_only=True, frozen=True):
     user: Identifier = None
     safety_identifier: Identifier = None
     prompt_cache_key: Identifier = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: AnyObject | None = None
+    prompt_cache_retention: NoEffectText = None
+    prompt_cache_options: NoEffectObject = None
     client_metadata: Annotated[AnyObject | None, describe("Sent by Codex. No effect.")] = None
 
 

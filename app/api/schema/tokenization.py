@@ -33,8 +33,12 @@ class ConversationBody(Options, kw_only=True, frozen=True):
     model: Model = None
     tools: Tools = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
+    parallel_tool_calls: Annotated[
+        bool | None, describe("As in a chat completion. Requires `tools`.")
+    ] = None
+    reasoning_effort: Annotated[
+        ReasoningEffort | None, describe("The amount of reasoning, as in a chat completion.")
+    ] = None
     reasoning: OpenRouterReasoning | None = None
     enable_thinking: EnableThinking = None
     thinking: Thinking = None
@@ -74,7 +78,7 @@ class TokenizeBody(ConversationBody, kw_only=True, frozen=True):
             "with `add_special`."
         ),
     ] = None
-    text: str | None = None
+    text: Annotated[str | None, describe("The text, under the name of other servers.")] = None
     messages: Messages | None = None
     add_special_tokens: Annotated[
         bool | None, describe("Add the model's initial special tokens, usually BOS.")
@@ -94,7 +98,7 @@ class TokenizeBody(ConversationBody, kw_only=True, frozen=True):
 class DetokenizeBody(Options, kw_only=True, frozen=True):
     """The body of POST /detokenize."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], describe("The token IDs.")]
     model: Model = None
 
 
