@@ -24,7 +24,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, EndReason, Token
 from app.core.requests import Conversation, GenerateRequest, JsonSchema
 from app.core.settings import ModelSettings
-from app.core.terminal import ProgressLine
+from app.core.terminal import ProgressLine, print_message
 from app.core.units import pluralize
 from app.engine.model_info import complete_config
 from app.prove.comparison import Answer, Comparison, compare
@@ -54,6 +54,8 @@ class ProofCommand:
         self._model: ModelSettings | None = settings.models[0] if settings.models else None
         self._files = complete_config(store.find(self._model.name if self._model else None))
         own = settings if self._model is None else settings.for_model(self._model)
+        if warning := self._files.describe_excess(own.context):
+            print_message(warning)
         self._options = options
         self._proof = Proof(self._files, own, options)
         self._progress = ProgressLine(sys.stderr)

@@ -168,7 +168,8 @@ def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) ->
 
 
 def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) -> Fit:
-    """Returns the estimate with the measured working memory."""
+    """Returns the estimate with the measured working memory and the budget that was chosen after
+    the load."""
 
     def room(length: int) -> bool:
         return estimate.sequences * memory.kv_footprint(length) <= memory.kv_budget
@@ -176,6 +177,7 @@ def adjust_after_load(estimate: Fit, memory: MemoryProfile, settings: Settings) 
     longest = longest_fitting(room, estimate.context_that_fits)
     return replace(
         estimate,
+        budget=memory.budget,
         working=memory.working,
         context_that_fits=longest,
         fits=longest >= (estimate.context if settings.context else 1),

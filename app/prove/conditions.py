@@ -105,7 +105,8 @@ def _run_preempted(model: ProofModel, chains: Chains) -> ConditionResult:
     for share in _MEMORY_SHARES:
         kv_bytes = int(share * len(jobs) * capacity.kv_bytes_per_sequence)
         try:
-            with model.engine(kv_bytes, parallel=len(jobs)) as engine:
+            # A context that was set must fit for every sequence, which would prevent preemptions.
+            with model.engine(kv_bytes, parallel=len(jobs), context=None) as engine:
                 answers = engine.run(_without_cache(chains), concurrent=True)
                 if engine.stats.preemptions:
                     return ConditionResult(

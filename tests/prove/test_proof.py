@@ -39,10 +39,11 @@ def prove(
     seconds: float = 1000,
     last: str = "",
     kv: KVPrecision = "auto",
+    context: int | None = None,
 ) -> tuple[Reference, dict[str, ConditionReport]]:
     """Runs the conditions up to `last`, by default all that the engine has."""
     options = ProofOptions(conversations=conversations, seconds=seconds)
-    proof = Proof(files, Settings(kv=kv), options)
+    proof = Proof(files, Settings(kv=kv, context=context), options)
     reference = proof.compute_reference()
     reports: dict[str, ConditionReport] = {}
     for report in proof.run(reference, lambda _: None):
@@ -58,9 +59,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kv", ["float32", "bfloat16", "float16"])
-def test_a_correct_engine_passes_every_condition(files: ModelFiles, kv: KVPrecision) -> None:
-    reference, reports = prove(files, kv=kv)
+@pytest.mark.parametrize(
+    ("kv", "context"), [("float32", None), ("bfloat16", 1024), ("float16", 99_999)]
+)
+def test_a_correct_engine_passes_every_condition(
+    files: ModelFiles, kv: KVPrecision, context: int | None
+) -> None:
+    """Also with a context that was set, and with one that is longer than that of the model."""
+    reference, reports = prove(files, kv=kv, context=context)
     assert reference.capacity.kv_dtype == kv
     assert [len(chain) for chain in reference.chains] == [2] * CONVERSATIONS
     assert len({one.expected.ids for one in reference.requests}) > CONVERSATIONS
