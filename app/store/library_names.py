@@ -5,7 +5,8 @@ Knows: the table of names. Must not know: the network, the installed models.
 A tag is the size of the model, as in Ollama. Ollama's own files are in GGUF; for a download, a name
 selects the repository with 4-bit weights of the same model in MLX's format. The suffix of a tag
 selects other weights: `-q8_0` the 8-bit ones, `-fp16` those with 16 bits. The repositories belong
-to the organization mlx-community, except for those that name another one.
+to the organization mlx-community, except for those that name another one. No repository was
+downloaded to check this table.
 """
 
 import difflib
@@ -32,15 +33,20 @@ _FORMATS: Mapping[str, Sequence[str]] = {
     "bf16": ("fp16", "bf16"),
 }
 
+_DEFAULT_FORMAT = "4bit"
+
 # a tag: the size, words such as `instruct`, and the format of the weights
 _TAG = re.compile(r"(?P<size>.+?)(?:-(?:instruct|it|chat))?(?:-(?P<format>(?:q\d|fp16|bf16)\w*))?")
 
 _MAX_SUGGESTIONS = 3
 
-# name -> tag -> repository without the format; the first tag is also `latest`. A name that ends in
-# `!` is complete, because the repository exists in one format only.
-_LIBRARY: Mapping[str, Mapping[str, str]] = {
+# name -> tag -> repository; the first tag is also `latest`. A text is a repository of mlx-community
+# without the format at its end. A mapping has the repository, or the folder of a repository, of
+# each format, where the names are irregular or not every format is known to exist; repositories
+# without an organization belong to mlx-community. The format "" stands for any.
+_LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
     "codestral": {"22b": "Codestral-22B-v0.1"},
+    "deepseek-coder-v2": {"16b": {"4bit": "DeepSeek-Coder-V2-Lite-Instruct-4bit-mlx"}},
     "deepseek-r1": {
         "8b": "DeepSeek-R1-0528-Qwen3-8B",
         "1.5b": "DeepSeek-R1-Distill-Qwen-1.5B",
@@ -50,6 +56,8 @@ _LIBRARY: Mapping[str, Mapping[str, str]] = {
         "70b": "DeepSeek-R1-Distill-Llama-70B",
     },
     "devstral": {"24b": "Devstral-Small-2507"},
+    "devstral-small-2": {"24b": {"4bit": "Devstral-Small-2-24B-Instruct-2512-4bit"}},
+    "embeddinggemma": {"300m": {"8bit": "embeddinggemma-300m-8bit"}},
     "gemma2": {"9b": "gemma-2-9b-it", "2b": "gemma-2-2b-it", "27b": "gemma-2-27b-it"},
     "gemma3": {
         "4b": "gemma-3-4b-it",
@@ -57,13 +65,65 @@ _LIBRARY: Mapping[str, Mapping[str, str]] = {
         "1b": "gemma-3-1b-it",
         "12b": "gemma-3-12b-it",
         "27b": "gemma-3-27b-it",
+        "1b-it-qat": {"4bit": "gemma-3-1b-it-qat-4bit"},
+        "4b-it-qat": {"4bit": "gemma-3-4b-it-qat-4bit"},
+        "12b-it-qat": {"4bit": "gemma-3-12b-it-qat-4bit"},
+        "27b-it-qat": {"4bit": "gemma-3-27b-it-qat-4bit"},
     },
+    "gemma3n": {
+        "e4b": {"4bit": "lmstudio-community/gemma-3n-E4B-it-MLX-4bit"},
+        "e2b": {"4bit": "gemma-3n-E2B-it-4bit"},
+    },
+    "gemma4": {
+        "e4b": {"4bit": "gemma-4-e4b-it-4bit", "8bit": "gemma-4-e4b-it-8bit"},
+        "e2b": {"4bit": "gemma-4-e2b-it-4bit", "8bit": "gemma-4-e2b-it-8bit"},
+        "12b": {"4bit": "gemma-4-12B-it-4bit", "8bit": "gemma-4-12B-it-8bit"},
+        "26b": {"4bit": "gemma-4-26b-a4b-it-4bit", "8bit": "gemma-4-26B-A4B-it-8bit"},
+        "31b": {"4bit": "gemma-4-31b-it-4bit", "8bit": "gemma-4-31b-it-8bit"},
+        "12b-it-qat": {"4bit": "gemma-4-12B-it-qat-4bit", "8bit": "gemma-4-12B-it-qat-8bit"},
+        "26b-it-qat": {"4bit": "gemma-4-26B-A4B-it-qat-4bit"},
+        "31b-it-qat": {"4bit": "gemma-4-31B-it-qat-4bit", "8bit": "gemma-4-31B-it-qat-8bit"},
+    },
+    "glm-4.5-air": {"106b": {"4bit": "GLM-4.5-Air-4bit"}},
     "glm-4.7-flash": {"30b": "GLM-4.7-Flash"},
-    "gpt-oss": {"20b": "gpt-oss-20b-MXFP4-Q8!", "120b": "gpt-oss-120b-MXFP4-Q8!"},
+    "gpt-oss": {"20b": {"": "gpt-oss-20b-MXFP4-Q8"}, "120b": {"": "gpt-oss-120b-MXFP4-Q8"}},
+    "gpt-oss-safeguard": {"20b": {"": "lmstudio-community/gpt-oss-safeguard-20b-MLX-MXFP4"}},
+    "granite4": {
+        "micro-h": {"4bit": "granite-4.0-h-micro-4bit"},
+        "tiny-h": {"4bit": "granite-4.0-h-tiny-4bit"},
+    },
+    "granite4.2": {
+        "8b": {
+            "4bit": "ibm-granite/granite-4.2-8b-q4-mlx",
+            "8bit": "ibm-granite/granite-4.2-8b-q8-mlx",
+        },
+        "3b": {
+            "4bit": "ibm-granite/granite-4.2-3b-q4-mlx",
+            "8bit": "ibm-granite/granite-4.2-3b-q8-mlx",
+        },
+        "30b": {
+            "4bit": "ibm-granite/granite-4.2-30b-q4-mlx",
+            "8bit": "ibm-granite/granite-4.2-30b-q8-mlx",
+        },
+    },
+    "hermes3": {"8b": {"4bit": "Hermes-3-Llama-3.1-8B-4bit"}},
+    "lfm2": {"24b": {"4bit": "lmstudio-community/LFM2-24B-A2B-MLX-4bit"}},
+    "lfm2.5": {
+        "2.6b": {
+            "4bit": "LiquidAI/LFM2.5-2.6B-MLX/4bit",
+            "8bit": "LiquidAI/LFM2.5-2.6B-MLX/8bit",
+            "bf16": "LiquidAI/LFM2.5-2.6B-MLX/bf16",
+        },
+        "1.2b": {"4bit": "LFM2.5-1.2B-Instruct-4bit"},
+        "8b": {"4bit": "LFM2.5-8B-A1B-MLX-4bit"},
+        "24b": {"4bit": "LiquidAI/LFM2.5-24B-A2B-MLX-4bit"},
+    },
     "llama3": {"8b": "Meta-Llama-3-8B-Instruct", "70b": "Meta-Llama-3-70B-Instruct"},
     "llama3.1": {"8b": "Meta-Llama-3.1-8B-Instruct", "70b": "Meta-Llama-3.1-70B-Instruct"},
     "llama3.2": {"3b": "Llama-3.2-3B-Instruct", "1b": "Llama-3.2-1B-Instruct"},
     "llama3.3": {"70b": "Llama-3.3-70B-Instruct"},
+    "minimax-m2.5": {"230b": {"4bit": "lmstudio-community/MiniMax-M2.5-MLX-4bit"}},
+    "minimax-m2.7": {"230b": {"": "MiniMax-M2.7-4bit-mxfp4"}},
     "ministral-3": {
         "8b": "Ministral-3-8B-Instruct-2512",
         "3b": "Ministral-3-3B-Instruct-2512",
@@ -72,11 +132,23 @@ _LIBRARY: Mapping[str, Mapping[str, str]] = {
     "mistral": {"7b": "Mistral-7B-Instruct-v0.3"},
     "mistral-nemo": {"12b": "Mistral-Nemo-Instruct-2407"},
     "mistral-small": {"24b": "Mistral-Small-24B-Instruct-2501"},
+    "mistral-small-4": {
+        "119b": {"4bit": "Mistral-Small-4-119B-2603-4bit", "8bit": "Mistral-Small-4-119B-2603-8bit"}
+    },
+    "mistral-small3.1": {"24b": {"4bit": "Mistral-Small-3.1-24B-Instruct-2503-4bit"}},
     "mixtral": {"8x7b": "Mixtral-8x7B-Instruct-v0.1"},
+    "muse-glimmer": {"30b": "Muse-Glimmer-30B"},
+    "nemotron-3-nano": {
+        "30b": {"4bit": "lmstudio-community/NVIDIA-Nemotron-3-Nano-30B-A3B-MLX-4bit"}
+    },
+    "nemotron-3.5-lightning": {"30b": {"4bit": "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-4bit"}},
+    "olmo-3": {"7b": {"4bit": "Olmo-3-7B-Instruct-4bit"}},
     "olmo2": {"7b": "OLMo-2-1124-7B-Instruct", "13b": "OLMo-2-1124-13B-Instruct"},
+    "olmo3": {"7b": {"4bit": "Olmo-3-7B-Instruct-4bit"}},
     "phi3.5": {"3.8b": "Phi-3.5-mini-instruct"},
     "phi4": {"14b": "phi-4"},
     "phi4-mini": {"3.8b": "Phi-4-mini-instruct"},
+    "phi4-mini-reasoning": {"3.8b": {"4bit": "lmstudio-community/Phi-4-mini-reasoning-MLX-4bit"}},
     "qwen2.5": {
         "7b": "Qwen2.5-7B-Instruct",
         "0.5b": "Qwen2.5-0.5B-Instruct",
@@ -110,24 +182,43 @@ _LIBRARY: Mapping[str, Mapping[str, str]] = {
         "30b-a3b-thinking-2507": "Qwen3-30B-A3B-Thinking-2507",
     },
     "qwen3-coder": {"30b": "Qwen3-Coder-30B-A3B-Instruct"},
+    "qwen3-coder-next": {
+        "80b": {
+            "4bit": "Qwen3-Coder-Next-4bit",
+            "8bit": "lmstudio-community/Qwen3-Coder-Next-MLX-8bit",
+        }
+    },
     "qwen3-embedding": {
-        "8b": "Qwen3-Embedding-8B-4bit-DWQ!",
-        "0.6b": "Qwen3-Embedding-0.6B-4bit-DWQ!",
-        "4b": "Qwen3-Embedding-4B-4bit-DWQ!",
+        "8b": {"": "Qwen3-Embedding-8B-4bit-DWQ"},
+        "0.6b": {"": "Qwen3-Embedding-0.6B-4bit-DWQ"},
+        "4b": {"": "Qwen3-Embedding-4B-4bit-DWQ"},
     },
     "qwen3-next": {"80b": "Qwen3-Next-80B-A3B-Instruct"},
+    "qwen3-vl": {
+        "8b": {"4bit": "Qwen3-VL-8B-Instruct-4bit"},
+        "2b": {"4bit": "Qwen3-VL-2B-Instruct-4bit"},
+        "4b": {"4bit": "Qwen3-VL-4B-Instruct-4bit"},
+        "30b": {"4bit": "Qwen3-VL-30B-A3B-Instruct-4bit"},
+    },
     "qwen3.5": {
         "9b": "Qwen3.5-9B",
-        "4b": "Qwen3.5-4B",
+        "4b": {"4bit": "Qwen3.5-4B-MLX-4bit", "8bit": "Qwen3.5-4B-8bit"},
+        "27b": {"4bit": "Qwen3.5-27B-4bit", "8bit": "Qwen3.5-27B-8bit"},
         "35b": "Qwen3.5-35B-A3B",
         "122b": "Qwen3.5-122B-A10B",
     },
+    "qwen3.6": {
+        "35b": "Qwen3.6-35B-A3B",
+        "27b": {"4bit": "Qwen3.6-27B-4bit", "8bit": "unsloth/Qwen3.6-27B-MLX-8bit"},
+    },
+    "qwen3.8": {"27b": {"4bit": "rapid-mlx/Qwen3.8-27B-4bit-MTP-MLX"}},
     "qwq": {"32b": "QwQ-32B"},
     "smollm2": {
         "1.7b": "SmolLM2-1.7B-Instruct",
         "135m": "SmolLM2-135M-Instruct",
         "360m": "SmolLM2-360M-Instruct",
     },
+    "smollm3": {"3b": {"4bit": "SmolLM3-3B-4bit"}},
 }
 
 
@@ -146,19 +237,20 @@ def find_equivalent_of(name: OllamaName) -> HubName | None:
     tag = name.tag.lower()
     if tag == DEFAULT_TAG:
         tag = next(iter(tags), "")
-    repository, format_name = tags.get(tag), "4bit"
-    if repository is None:
-        match = _TAG.fullmatch(tag)
-        repository = None if match is None else tags.get(match["size"])
-        if repository is None or match is None or repository.endswith("!"):
-            return None
-        suffix = match["format"] or "q4_0"
-        formats = [name for name, suffixes in _FORMATS.items() if suffix in suffixes]
-        if not formats:
-            return None
-        format_name = formats[0]
-    end = "" if repository.endswith("!") else f"-{format_name}"
-    return HubName(repo_id=f"{_ORGANIZATION}/{repository.removesuffix('!')}{end}")
+    size, format_name = tag, None
+    if tag not in tags and (match := _TAG.fullmatch(tag)) is not None:
+        size = match["size"]
+        if match["format"] is not None:
+            formats = (name for name, suffixes in _FORMATS.items() if match["format"] in suffixes)
+            format_name = next(formats, "unknown")
+    found = tags.get(size, {})
+    if isinstance(found, str):
+        found = {name: f"{found}-{name}" for name in _FORMATS}
+    default = next(iter(found.values()), "") if format_name is None else ""
+    repository = found.get(format_name or _DEFAULT_FORMAT, default)
+    if not repository:
+        return None
+    return parse_hub_name(repository if "/" in repository else f"{_ORGANIZATION}/{repository}")
 
 
 def resolve_hub_name(text: str) -> HubName:

@@ -27,6 +27,8 @@ _QUANTIZATION_PATTERN = re.compile(
     r"(.+):((?:UD-)?(?:I?Q\d[A-Z0-9_]{0,16}|BF16|F16|F32|MXFP4(?:_MOE)?))", re.IGNORECASE
 )
 _HUB_HOSTS = ("hf.co/", "huggingface.co/")
+# a folder whose name is the format of the weights in it, such as 4bit, mxfp4 or bf16
+_FORMAT_PATTERN = re.compile(r"(mx|nv)?fp[48]|[bf](p|f)?(16|32)|fp(16|32)|\d{1,2}[-_]?bits?|q\d\w*")
 _REVISION_PATTERN = re.compile(r"\w[\w./-]{0,254}", re.ASCII)
 
 # the parts of an Ollama name; only the host may contain a colon, before its port
@@ -37,14 +39,18 @@ _PART_PATTERN = re.compile(r"\w[\w.-]{0,79}", re.ASCII)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
     """A repository on the Hugging Face hub. revision: a branch, a tag or a commit; None is the main
-    branch. quantization: selects one of the repository's GGUF files, such as Q4_K_M."""
+    branch. subfolder: the folder of the model, in a repository that has the same model in several
+    formats, such as 4bit; None selects one. quantization: selects one of the repository's GGUF
+    files, such as Q4_K_M."""
 
     repo_id: str
     revision: str | None = None
+    subfolder: str | None = None
     quantization: str | None = None
 
     def __str__(self) -> str:
-        text = self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
+        path = self.repo_id if self.subfolder is None else f"{self.repo_id}/{self.subfolder}"
+        text = path if self.revision is None else f"{path}@{self.revision}"
         return text if self.quantization is None else f"{text}:{self.quantization}"
 
 
@@ -101,8 +107,8 @@ def parse_model_name(text: str) -> ModelName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Parses org/name or org/name@revision, and for GGUF files org/name:Q4_K_M. hf.co/ may precede
-    it, as in Ollama and llama.cpp."""
+    """Parses org/name or org/name@revision, org/name/4bit for a folder of a repository, and for GGUF
+    files org/name:Q4_K_M. hf.co/ may precede it, as in Ollama and llama.cpp."""
     for host in _HUB_HOSTS:
         text = text.removeprefix(host)
     quantization = None
@@ -110,6 +116,10 @@ def parse_hub_name(text: str) -> HubName | None:
         text, quantization = match.groups()
     repo, at, revision = text.partition("@")
     organization, slash, name = repo.partition("/")
+    name, inside, subfolder = name.partition("/")
+    if inside and not is_format_folder(subfolder):
+        return None
+    repo = f"{organization}/{name}"
     if (
         not slash
         or not _ORGANIZATION_PATTERN.fullmatch(organization)
@@ -120,7 +130,17 @@ def parse_hub_name(text: str) -> HubName | None:
         return None
     if at and not is_revision(revision):
         return None
-    return HubName(repo_id=repo, revision=revision or None, quantization=quantization)
+    return HubName(
+        repo_id=repo,
+        revision=revision or None,
+        subfolder=subfolder or None,
+        quantization=quantization,
+    )
+
+
+def is_format_folder(name: str) -> bool:
+    """Returns whether a folder of a repository has the name of a format, such as 4bit or bf16."""
+    return bool(_FORMAT_PATTERN.fullmatch(name.lower()))
 
 
 def is_revision(text: str) -> bool:

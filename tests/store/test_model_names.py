@@ -32,6 +32,26 @@ def test_a_hub_id_has_an_organisation_and_perhaps_a_revision(
     assert str(parse_hub_name(text)) == text
 
 
+@rows(
+    ("text", "shown"),
+    [
+        ("org/name/4bit", "org/name/4bit"),
+        ("org/name/8bit@main", "org/name/8bit@main"),
+        ("org/name/mxfp4", "org/name/mxfp4"),
+        ("org/name/bf16", "org/name/bf16"),
+        ("hf.co/org/name", "org/name"),
+        ("huggingface.co/org/name/6bit", "org/name/6bit"),
+    ],
+)
+def test_a_folder_of_a_repository_and_the_address_of_the_hub_are_recognized(
+    text: str, shown: str
+) -> None:
+    name = parse_model_name(text).hub
+    assert name is not None
+    assert str(name) == shown
+    assert parse_hub_name(shown) == name
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -58,6 +78,8 @@ INVALID_NAMES = [
     "org//name",
     "/org/name",
     "org/name/",
+    "org/name/4bit/",
+    "org/name/4bit/8bit",
     "org/na me",
     "org/name\n",
     "org/ñame",
