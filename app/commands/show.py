@@ -104,7 +104,7 @@ def _render_lines(
 def _find_template_file(files: ModelFiles) -> str | None:
     """Returns the name of the file with the chat template, or None."""
     if files.chat_template is not None:
-        return "chat_template.jinja"
+        return files.chat_template_file
     return "tokenizer_config.json" if files.tokenizer_config.get("chat_template") else None
 
 

@@ -6,9 +6,10 @@ GenerationConfig, and three Ollama parameters: presence_penalty, frequency_penal
 Must not know: tensors, tokenizers, chat templates, the state of the model.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,19 +23,35 @@ RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedToken:
+    """A token of a tokenizer that is recognized in a text before it is split. The fields are those
+    of `added_tokens` in tokenizer.json."""
+
+    id: int
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
     """The files of an installed model. All JSON files have been parsed.
 
     shards: the safetensors files, sorted. config, generation_config, tokenizer_config: parsed JSON
     objects, empty if the file is missing (config is never missing). chat_template: the text of a
-    separate chat_template.jinja, which takes precedence over the template in tokenizer_config.
-    created: the creation time as Unix time.
+    separate file, which takes precedence over the template in tokenizer_config; chat_template_file
+    is its name. named_templates: further templates by name. created: the creation time as Unix
+    time.
 
     system_prompt: the system prompt for conversations that have none. first_messages: the role and
     content of messages inserted at the start of every conversation. license: the text of the
     license. parent: the name of the model that this one was created from. recommended_context: the
     default context length recommended by the model's authors; None means the model's full context
     length. tokenizer_vocab_size: the highest token ID of the tokenizer plus one; None if unknown.
+    added_tokens: the tokens of other files that are missing in tokenizer.json.
     weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
     shard is replaced. is_encoder: whether the model computes hidden states only, and generates no
     text; set by `app.engine.model_info.complete_config`.
@@ -55,9 +72,23 @@ class ModelFiles:
     parent: str = ""
     recommended_context: int | None = None
     tokenizer_vocab_size: int | None = None
+    added_tokens: tuple[AddedToken, ...] = ()
+    chat_template_file: str = "chat_template.jinja"
+    named_templates: Mapping[str, str] = field(default_factory=dict[str, str])
     weight_bytes: int = 0
     weights_digest: str = ""
     is_encoder: bool = False
+
+    def read_tokenizer(self) -> str:
+        """Returns the text of tokenizer.json with `added_tokens`. Raises OSError and ValueError for
+        a file that cannot be read."""
+        text = self.tokenizer_path.read_text("utf-8")
+        if not self.added_tokens:
+            return text
+        parsed: dict[str, Any] = json.loads(text)
+        added: list[Any] = parsed.get("added_tokens") or []
+        parsed["added_tokens"] = [*added, *map(asdict, self.added_tokens)]
+        return json.dumps(parsed, ensure_ascii=False)
 
     def read_token_ids(self, field: str) -> Iterator[frozenset[int]]:
         """Yields the token IDs in a field (for example eos_token_id), one set per file that

@@ -152,11 +152,20 @@ class GrammarCompiler:
 
     tokenizer: the path of the model's tokenizer.json. vocab: the number of tokens that may be
     sampled, at least the size of the tokenizer's vocabulary. Their IDs are 0 to vocab-1. eos_ids:
-    the tokens that end the model's outputs, if known.
+    the tokens that end the model's outputs, if known. read: returns the text of the tokenizer; None
+    reads the file.
     """
 
-    def __init__(self, tokenizer: Path, *, vocab: int, eos_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Path,
+        *,
+        vocab: int,
+        eos_ids: Collection[int] = (),
+        read: Callable[[], str] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._read = read or partial(tokenizer.read_text, "utf-8")
         self._vocab = vocab
         self._eos_ids = sorted(eos_ids)
         self._lock = threading.Lock()
@@ -171,7 +180,10 @@ class GrammarCompiler:
         vocab = files.tokenizer_vocab_size or files.vocab_size
         named = next(files.read_token_ids("eos_token_id"), frozenset[int]())
         return GrammarCompiler(
-            files.tokenizer_path, vocab=vocab, eos_ids=[id for id in named if id < vocab]
+            files.tokenizer_path,
+            vocab=vocab,
+            eos_ids=[id for id in named if id < vocab],
+            read=files.read_tokenizer,
         )
 
     def preload_tokenizer(self) -> None:
@@ -336,7 +348,7 @@ class GrammarCompiler:
             # llguidance requires an end-of-sequence token, and guesses one if none is given
             with PanicGuard():
                 return LLTokenizer(
-                    self.tokenizer.read_text("utf-8"),
+                    self._read(),
                     n_vocab=self._vocab,
                     eos_token=self._eos_ids or None,
                 )

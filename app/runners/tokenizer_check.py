@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_files import ModelFiles
+from app.core.model_files import AddedToken, ModelFiles
 from app.runners.channel import make_decoder
 from app.runners.child_process import EXTERNAL_SIGNALS, CompletedChild, describe_exit, run_module
 
@@ -83,10 +83,12 @@ class CheckResponse:
 
 @dataclass(frozen=True, slots=True)
 class _FileStamp:
-    """The size and the modification time of a file when it was checked."""
+    """The size and the modification time of a file when it was checked, and the tokens that were
+    added to it."""
 
     size: int
     mtime_ns: int
+    added: tuple[AddedToken, ...]
 
 
 class TokenizerChecker:
@@ -174,7 +176,7 @@ def _read_stamp(files: ModelFiles) -> _FileStamp:
     except OSError as error:
         message = f"{files.tokenizer_path} cannot be read: {error.strerror or error}"
         raise AppError(ErrorKind.MODEL_FILES, message) from error
-    return _FileStamp(size=found.st_size, mtime_ns=found.st_mtime_ns)
+    return _FileStamp(size=found.st_size, mtime_ns=found.st_mtime_ns, added=files.added_tokens)
 
 
 def _find_exceeded_limit(reply: CompletedChild, memory: int, cpu: int) -> str | None:

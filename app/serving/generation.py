@@ -126,6 +126,8 @@ class Generation:
         self._engine = engine
         self._job_builder = JobBuilder(files, settings)
         self._tokenizer = self._job_builder.tokenizer
+        for warning in self._job_builder.list_warnings():
+            log.warning("%s", warning)
         self._embedding = EmbeddingService(
             files, engine, self._tokenizer, self._get_context_limit, self._workers
         )

@@ -137,6 +137,7 @@ def _compute_digest(files: ModelFiles) -> str:
         repr(sorted(files.config.items(), key=lambda item: item[0])),
         repr(sorted(files.generation_config.items(), key=lambda item: item[0])),
         repr((files.chat_template, files.system_prompt, files.first_messages, files.license)),
+        repr((files.named_templates, files.added_tokens)),
     )
     return hashlib.sha256(chr(0).join(parts).encode(errors="replace")).hexdigest()
 

@@ -6,7 +6,7 @@ slow.
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from app.core.context_shift import resolve_num_keep, truncate_prompt
@@ -106,6 +106,21 @@ class JobBuilder:
         self._prompt_builder = PromptBuilder(
             files, self.tokenizer, self.generated_turns, [text for text in turn_ends if text]
         )
+
+    def list_warnings(self) -> Iterator[str]:
+        """Yields one sentence for each part that a chat model has and this one lacks."""
+        if self._files.is_encoder:
+            return
+        if not self._prompt_builder.has_template:
+            yield (
+                f"{self._files.name} has no chat template: the messages of a conversation are "
+                "joined by line breaks"
+            )
+        if not (self._stops.ids or self._stops.strings):
+            yield (
+                f"{self._files.name} has no stop token (eos_token_id): an answer ends only at a "
+                "stop string of the request, or at its maximum length"
+            )
 
     def apply(self, settings: Settings) -> None:
         """Applies new limits to later requests."""

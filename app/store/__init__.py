@@ -6,7 +6,7 @@ Knows: the order of the sources. Must not know: the contents of a model.
     builtin                 the model that ships with the project
     a folder                in the layout of the Hugging Face hub; anything that looks like a path
     a GGUF file             or a folder with one model in GGUF
-    org/name[@revision]     the Hugging Face cache
+    org/name[@revision]     the Hugging Face cache, then LM Studio's folder
     [[host/]ns/]name[:tag]  Ollama's store
     name[:tag]              the same model of Ollama's library in the Hugging Face cache
     name of a GGUF file     the folders of LM Studio and llama.cpp
@@ -23,17 +23,28 @@ from typing import TypeVar
 
 from app.core.errors import AppError, suggest
 from app.core.model_files import ModelFiles
-from app.store import hf_folder
+from app.store import hf_folder, lm_studio
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
 from app.store.gguf import folders as gguf_folders
 from app.store.gguf import model as gguf_model
 from app.store.gguf.errors import UnsupportedGGUFError
 from app.store.library_names import find_equivalent_of, suggest_names
-from app.store.model_names import BUILTIN, HubName, ModelName, ModelNotFoundError, parse_model_name
+from app.store.model_names import (
+    BUILTIN,
+    HubName,
+    ModelName,
+    ModelNotFoundError,
+    is_format_folder,
+    parse_hub_name,
+    parse_model_name,
+)
 from app.store.ollama import manifest, model
 
 _Name = TypeVar("_Name")
+
+# the start of the name of a repository's folder in the Hugging Face cache
+_REPO_PREFIX = "models--"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,7 @@ def find(name: str | None) -> ModelFiles:
     files = (
         _find_in_folder(parsed)
         or _find_in_hub_cache(parsed.hub)
+        or _find_in_lm_studio(parsed.hub)
         or _find_in_ollama_store(parsed)
         or gguf_folders.find(name)
     )
@@ -109,9 +121,13 @@ def list_installed() -> Iterator[InstalledModel]:
 
     with _translate_os_errors():
         entries, names = list(cache.list_revisions()), list(manifest.list_names())
+        others = list(lm_studio.list_models())
     for entry in entries:
         read = _make_reader(entry.name, cache.find)
         yield InstalledModel(name=str(entry.name), source="hub", path=entry.folder, read=read)
+    for other in others:
+        read = _make_reader(other.name, _find_in_lm_studio)
+        yield InstalledModel(name=str(other.name), source="lm studio", path=other.folder, read=read)
     for name in names:
         read = _make_reader(name, model.find)
         yield InstalledModel(
@@ -141,8 +157,8 @@ def _make_reader(
 
 
 def _find_in_folder(name: ModelName) -> ModelFiles | None:
-    """Reads a folder or a GGUF file. The model has the name of the folder or file, without
-    links."""
+    """Reads a folder or a GGUF file. The model has the name of the folder or file, without links,
+    or of the repository of which it is a snapshot."""
     folder = _select_folder(name)
     if folder is None:
         return None
@@ -150,8 +166,18 @@ def _find_in_folder(name: ModelName) -> ModelFiles | None:
         return gguf_model.read(folder.resolve(), name=gguf_model.get_name(folder.resolve()))
     found = gguf_model.find_in_folder(folder)
     if found is not None:
-        return gguf_model.read(found, name=folder.resolve().name)
-    return hf_folder.read(folder, name=folder.resolve().name)
+        return gguf_model.read(found, name=_name_folder(folder.resolve()))
+    return hf_folder.read(folder, name=_name_folder(folder.resolve()))
+
+
+def _name_folder(folder: Path) -> str:
+    snapshot = folder.parent if is_format_folder(folder.name) else folder
+    storage = snapshot.parent.parent
+    hub = None
+    if snapshot.parent.name == "snapshots" and storage.name.startswith(_REPO_PREFIX):
+        repo = storage.name.removeprefix(_REPO_PREFIX).replace("--", "/")
+        hub = parse_hub_name(repo if snapshot == folder else f"{repo}/{folder.name}")
+    return folder.name if hub is None else str(hub)
 
 
 def _select_folder(name: ModelName) -> Path | None:
@@ -163,8 +189,30 @@ def _select_folder(name: ModelName) -> Path | None:
     if not folder.is_dir():
         return folder if gguf_model.is_gguf(folder) else None
     is_path = name.hub is None and name.ollama is None
+    folder = _enter_folder(folder)
     is_model = (folder / "config.json").is_file() or gguf_model.find_in_folder(folder) is not None
     return folder if is_path or is_model else None
+
+
+def _enter_folder(folder: Path) -> Path:
+    """Returns the folder of the model inside of a repository's folder in the Hugging Face cache,
+    and inside of a folder that has a model in a folder of each format."""
+    if (folder / "config.json").exists():
+        return folder
+    if folder.resolve().name.startswith(_REPO_PREFIX) and (folder / "snapshots").is_dir():
+        ref = folder / "refs" / "main"
+        commit = ref.read_text(errors="replace").strip() if ref.is_file() else ""
+        snapshots = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
+        named = [path for path in snapshots if path.name == commit]
+        if named or len(snapshots) == 1:
+            folder = (named or snapshots)[0]
+    if (folder / "config.json").exists():
+        return folder
+    from app.store.hub.required_files import choose_subfolder
+
+    paths = (path.relative_to(folder).as_posix() for path in folder.glob("*/*.safetensors"))
+    subfolder = choose_subfolder(paths)
+    return folder if subfolder is None else folder / subfolder
 
 
 def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
@@ -173,6 +221,11 @@ def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
     from app.store.hub import cache
 
     return cache.find(name)
+
+
+def _find_in_lm_studio(name: HubName | None) -> ModelFiles | None:
+    folder = None if name is None else lm_studio.find_folder(name)
+    return None if folder is None else hf_folder.read(folder, name=str(name))
 
 
 def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:

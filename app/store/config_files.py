@@ -21,6 +21,21 @@ from app.core.errors import AppError, ErrorKind
 _MAX_BYTES = 16 << 20
 
 
+# the start of a small file that stands for a large one in a git repository
+# (github.com/git-lfs/git-lfs, docs/spec.md)
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def check_no_lfs_pointer(path: Path, start: bytes) -> None:
+    """Raises AppError(MODEL_FILES) if the start of a file shows that it is a Git LFS pointer."""
+    if start.startswith(_LFS_POINTER):
+        raise AppError(
+            ErrorKind.MODEL_FILES,
+            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its "
+            "folder, or download the model with `mlxrunner pull`",
+        )
+
+
 def is_regular_file(path: Path) -> bool:
     """Returns whether the path is a regular file. Raises AppError(MODEL_FILES) if the path exists
     but is not a readable file. Examples are a broken or circular link, a folder, or a pipe (reading
@@ -111,6 +126,7 @@ def _read(path: Path, *, max_bytes: int) -> bytes:
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise unreadable_error(path, _format_reason(error)) from error
+    check_no_lfs_pointer(path, content)
     if len(content) > max_bytes:
         raise unreadable_error(
             path, f"it is larger than {max_bytes >> 20} MiB, the maximum for this kind of file"

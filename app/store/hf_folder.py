@@ -7,6 +7,7 @@ opened, because they contain code.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from app.core.model_files import ModelFiles
 from app.store import safetensors_header, tiktoken_vocabulary
 from app.store.config_files import is_regular_file, read_json_object, read_text
 from app.store.safetensors_header import SafetensorsHeader
-from app.store.vocabulary import count_token_ids
+from app.store.vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,21 @@ _MAX_INDEX_BYTES = 128 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _GGUF = "*.gguf"
 
-_MAX_LISTED_TENSORS = 3
+# the files of a LoRA adapter: the settings, and the weights in the formats of PEFT and mlx-lm
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
+
+# tokenizers in other formats
+_OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
+
+# the maximum length of a file name on all systems
+_MAX_NAME_LENGTH = 255
+
+# a shard of a set: its number and the number of all
+_SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+# named templates, which transformers saves beside the default one
+_TEMPLATE_FOLDER, _MAX_TEMPLATES = "additional_chat_templates", 16
 
 
 def read(folder: Path, *, name: str) -> ModelFiles:
@@ -44,7 +59,14 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         tokenizer = _convert_tokenizer(folder, tokenizer_config)
     if "auto_map" in config:
         log.info("%s: the model's own code (auto_map) is not run", name)
+    for adapter in _ADAPTER_WEIGHTS:
+        if (folder / adapter).is_file() and any(_list_weights(folder)):
+            log.warning("%s: the LoRA adapter %s beside the model is not used", name, adapter)
     shards = _find_shards(folder)
+    template, template_file = _read_template(folder, tokenizer_config)
+    vocabulary = read_vocabulary(
+        tokenizer, tokenizer_config, read_json_object(folder / "added_tokens.json") or {}
+    )
     return ModelFiles(
         name=name,
         path=folder,
@@ -53,9 +75,12 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         tokenizer_path=tokenizer,
         tokenizer_config=tokenizer_config,
         generation_config=read_json_object(folder / "generation_config.json") or {},
-        chat_template=read_text(folder / "chat_template.jinja"),
+        chat_template=template,
+        chat_template_file=template_file,
+        named_templates=_read_named_templates(folder),
         created=int(folder.stat().st_mtime),
-        tokenizer_vocab_size=count_token_ids(tokenizer),
+        tokenizer_vocab_size=vocabulary.size,
+        added_tokens=vocabulary.missing,
         weight_bytes=sum(header.nbytes for header in shards),
         weights_digest=safetensors_header.combine_fingerprints(shards),
     )
@@ -66,10 +91,7 @@ def _convert_tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> Pat
     can be built."""
     vocabulary = folder / tiktoken_vocabulary.FILE_NAME
     if not is_regular_file(vocabulary):
-        raise _model_files_error(
-            f"{folder} has no tokenizer.json, the only supported tokenizer format: load the "
-            "tokenizer with transformers' AutoTokenizer and save it to create this file"
-        )
+        raise _missing_tokenizer_error(folder)
     if not tiktoken_vocabulary.uses_known_code(tokenizer_config):
         raise _model_files_error(
             f"{folder} has a {vocabulary.name}, but no tokenizer.json: how a text is split is only "
@@ -79,41 +101,152 @@ def _convert_tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> Pat
     return tiktoken_vocabulary.write_tokenizer(vocabulary, tokenizer_config)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether a folder has a tokenizer in any format."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", *_OTHER_TOKENIZERS))
+
+
+def _read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Returns the template of a separate file, and the name of the file. transformers wrote
+    chat_template.json for models with images until version 4.50. It is used only if no other file
+    has a template."""
+    template = read_text(folder / "chat_template.jinja")
+    if template is not None or tokenizer_config.get("chat_template") is not None:
+        return template, "chat_template.jinja"
+    template = read_json_template(folder / "chat_template.json")
+    return template, "chat_template.jinja" if template is None else "chat_template.json"
+
+
+def read_json_template(path: Path) -> str | None:
+    """Returns the template in a chat_template.json; None if there is no such file. Raises
+    AppError(MODEL_FILES)."""
+    parsed = read_json_object(path)
+    template: Any = None if parsed is None else parsed.get("chat_template")
+    if parsed is not None and not isinstance(template, str):
+        raise _model_files_error(f"{path} has no text in chat_template")
+    return template
+
+
+def _read_named_templates(folder: Path) -> Mapping[str, str]:
+    paths = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))[:_MAX_TEMPLATES]
+    return {path.stem: text for path in paths if (text := read_text(path)) is not None}
+
+
+def _missing_tokenizer_error(folder: Path) -> AppError:
+    others = [name for name in _OTHER_TOKENIZERS if (folder / name).is_file()]
+    has = f", only {others[0]}" if others else ""
+    return _model_files_error(
+        f"{folder} has no tokenizer.json{has}: use a copy of the model that has this file, for "
+        "example from mlx-community, or save its tokenizer with transformers"
+    )
+
+
 def _missing_config_error(folder: Path) -> AppError:
+    adapter = read_json_object(folder / _ADAPTER_CONFIG)
+    if adapter is not None:
+        return _adapter_error(folder, adapter)
     if found := sorted(path.name for path in folder.glob(_GGUF)):
         return _model_files_error(
             f"{folder} contains {len(found)} GGUF files: name one of them, such as "
             f"{folder / found[0]}"
         )
+    if _is_incomplete_download(folder):
+        return _incomplete_download_error(folder, "config.json")
     return _model_files_error(f"{folder} has no config.json: it is not a model folder")
+
+
+def _adapter_error(folder: Path, config: Mapping[str, Any]) -> AppError:
+    """config: of the adapter. PEFT and mlx-lm name the model under different keys."""
+    given = config.get("base_model_name_or_path") or config.get("model")
+    base = given[:200] if isinstance(given, str) else "the model that it was trained for"
+    kind = "PEFT" if "peft_type" in config else "mlx-lm"
+    return _model_files_error(
+        f"{folder} is a LoRA adapter of {kind} and not a model: serve {base}, or merge the adapter "
+        "into it"
+    )
+
+
+def _is_incomplete_download(folder: Path) -> bool:
+    """Returns whether a download into this folder was interrupted."""
+    downloads = folder / ".cache" / "huggingface" / "download"
+    return any(path for place in (folder, downloads) for path in place.glob("*.incomplete"))
+
+
+def _incomplete_download_error(folder: Path, missing: str) -> AppError:
+    return _model_files_error(
+        f"the download into {folder} is incomplete ({missing} is missing): run the command that "
+        "downloaded it again"
+    )
 
 
 _SUPPORTED_FORMATS = "safetensors version, or one that was converted for MLX"
 
 
 def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
-    """Returns the shards listed in the index or, without an index, all files whose names look like
-    weights."""
+    """Returns the shards that the index lists. Without an index, or if it does not match the files,
+    returns all files whose names look like weights. The tensors are checked when the model is
+    built, so the index is not needed."""
     index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
-    if index is None:
-        shards = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
-        _check_no_duplicates(shards)
-        return shards
-    weight_map = _read_weight_map(folder / _INDEX, index)
-    shards = tuple(
-        safetensors_header.read(folder / name) for name in sorted(set(weight_map.values()))
-    )
+    weight_map: Mapping[str, str] = {}
+    if index is not None:
+        weight_map = _read_weight_map(folder / _INDEX, index)
+    names = sorted(set(weight_map.values()))
+    if names and all(_is_file_name(name) and is_regular_file(folder / name) for name in names):
+        shards = tuple(safetensors_header.read(folder / name) for name in names)
+        stored = {(name, header.path.name) for header in shards for name in header.tensors}
+        if weight_map.items() <= stored:
+            _check_no_duplicates(shards)
+            return shards
+    if names:
+        log.warning("%s does not match the files beside it and is not used", folder / _INDEX)
+    if missing := find_missing_shards(folder):
+        if _is_incomplete_download(folder):
+            raise _incomplete_download_error(folder, missing[0])
+        listed = f", which {_INDEX} lists" if missing[0] in names else ""
+        raise _model_files_error(f"{folder} has no {missing[0]}{listed}")
+    shards = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
     _check_no_duplicates(shards)
-    _check_index_complete(folder / _INDEX, weight_map, shards)
     return shards
 
 
-def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
+def find_missing_shards(folder: Path) -> Sequence[str]:
+    """Returns the missing files of the sets of shards in a folder; without any weights, the files
+    that the index lists. Ignores an index that cannot be read."""
+    present = [path.name for path in _list_weights(folder)]
+    if not present:
+        try:
+            index = read_json_object(folder / _INDEX, max_bytes=_MAX_INDEX_BYTES)
+            listed = _read_weight_map(folder / _INDEX, index or {}).values()
+        except AppError:
+            return []
+        return sorted({name for name in listed if _is_file_name(name)})
+    sets: dict[tuple[str, int], set[int]] = {}
+    for name in present:
+        if match := _SHARD_NAME.fullmatch(name):
+            sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    return [
+        f"{prefix}-{number:05}-of-{total:05}.safetensors"
+        for (prefix, total), numbers in sorted(sets.items())
+        if (number := next((n for n in range(1, total + 1) if n not in numbers), None)) is not None
+    ]
+
+
+def _list_weights(folder: Path) -> Sequence[Path]:
     """Returns `model*.safetensors` if there are such files. Other files in the same folder are
-    adapters, or the same weights under other names (consolidated.safetensors)."""
-    every = sorted(folder.glob("*.safetensors"))
-    if every:
-        return [path for path in every if path.name.startswith("model")] or every
+    the same weights under other names (consolidated.safetensors). Adapters are omitted."""
+    every = sorted(
+        path for path in folder.glob("*.safetensors") if path.name not in _ADAPTER_WEIGHTS
+    )
+    return [path for path in every if path.name.startswith("model")] or every
+
+
+def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
+    if weights := _list_weights(folder):
+        return weights
+    if (adapter := read_json_object(folder / _ADAPTER_CONFIG)) is not None:
+        raise _adapter_error(folder, adapter)
+    if _is_incomplete_download(folder):
+        raise _incomplete_download_error(folder, "model.safetensors")
     if any(folder.glob(_GGUF)):
         raise _model_files_error(
             f"{folder} has no .safetensors file, only a GGUF file: name the file itself, or remove "
@@ -129,21 +262,21 @@ def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
 
 
 def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
-    """Returns the file of each tensor. All files are in the same folder as the index."""
+    """Returns the file of each tensor. The files may not exist."""
     parsed: Any = index.get("weight_map")
     if not isinstance(parsed, dict) or not parsed:
         raise _model_files_error(f"{path} has no weight_map")
     weight_map = cast(dict[str, Any], parsed)
-    for name in set(map(_as_text, weight_map.values())):
-        if name is None:
-            raise _model_files_error(f"{path}: the values of weight_map must be file names")
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise _model_files_error(
-                f"{path} lists {name[:200]!r}, which is not a safetensors file in the same folder"
-            )
-        if not is_regular_file(path.parent / name):
-            raise _model_files_error(f"{path.parent} has no {name}, which {_INDEX} lists")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise _model_files_error(f"{path}: the values of weight_map must be file names")
     return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    """Returns whether a name in the index is a safetensors file in the same folder. Other files are
+    never opened."""
+    is_printable = name.isprintable() and len(name) <= _MAX_NAME_LENGTH
+    return is_printable and Path(name).name == name and name.endswith(".safetensors")
 
 
 def _check_no_duplicates(shards: Iterable[SafetensorsHeader]) -> None:
@@ -154,25 +287,6 @@ def _check_no_duplicates(shards: Iterable[SafetensorsHeader]) -> None:
                 f"tensor {name} is in both {header.path} and {shard_by_tensor[name].name}"
             )
         shard_by_tensor.update(dict.fromkeys(header.tensors, header.path))
-
-
-def _check_index_complete(
-    path: Path, places: Mapping[str, str], shards: Iterable[SafetensorsHeader]
-) -> None:
-    stored = {(name, header.path.name) for header in shards for name in header.tensors}
-    broken = sorted(places.items() - stored)
-    if broken:
-        listed = ", ".join(f"{name} in {file}" for name, file in broken[:_MAX_LISTED_TENSORS])
-        more = (
-            f" and {len(broken) - _MAX_LISTED_TENSORS} more"
-            if len(broken) > _MAX_LISTED_TENSORS
-            else ""
-        )
-        raise _model_files_error(f"{path} lists tensors that are missing: {listed}{more}")
-
-
-def _as_text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _model_files_error(message: str) -> AppError:

@@ -107,8 +107,8 @@ def parse_model_name(text: str) -> ModelName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Parses org/name or org/name@revision, org/name/4bit for a folder of a repository, and for GGUF
-    files org/name:Q4_K_M. hf.co/ may precede it, as in Ollama and llama.cpp."""
+    """Parses org/name or org/name@revision, org/name/4bit for a folder of a repository, and for
+    GGUF files org/name:Q4_K_M. hf.co/ may precede it, as in Ollama and llama.cpp."""
     for host in _HUB_HOSTS:
         text = text.removeprefix(host)
     quantization = None

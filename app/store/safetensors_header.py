@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
+from app.store.config_files import check_no_lfs_pointer
 
 # the number of bits of one element
 DTYPE_BITS: Mapping[str, int] = {
@@ -105,12 +106,14 @@ def read(path: Path) -> SafetensorsHeader:
         status = _stat_regular_file(path)
         size = status.st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            start = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(start, "little")
             if size < _LENGTH_BYTES:
                 raise _invalid_header_error(
                     path, f"it has {size} bytes, fewer than the 8 bytes of the header length"
                 )
             if length > _MAX_HEADER_BYTES:
+                check_no_lfs_pointer(path, start + file.read(_MAX_NAME_LENGTH))
                 raise _invalid_header_error(
                     path,
                     f"its header length is {length} bytes, which exceeds the limit of the format",

@@ -35,11 +35,11 @@ class ChatTemplate:
     def __init__(self, files: ModelFiles, now: Clock = datetime.now) -> None:
         """now: returns the current time, for templates that include the date.
 
-        A separate chat_template.jinja takes precedence over tokenizer_config.json. Raises
-        AppError(MODEL_FILES) if a template is invalid.
+        A separate file takes precedence over tokenizer_config.json. Raises AppError(MODEL_FILES) if
+        a template is invalid.
         """
         sources = _read_sources(files)
-        file = "tokenizer_config.json" if files.chat_template is None else "chat_template.jinja"
+        file = "tokenizer_config.json" if files.chat_template is None else files.chat_template_file
         location = f"{file} of {files.path}"
         self.includes_special_tokens = bool(sources)
         self._templates = {
@@ -144,7 +144,7 @@ def _read_sources(files: ModelFiles) -> dict[str, str]:
     """Returns the templates by name. The result is empty if the model has no template. Otherwise it
     contains a "default"."""
     if files.chat_template is not None:
-        return {"default": files.chat_template}
+        return {**files.named_templates, "default": files.chat_template}
     given: Any = files.tokenizer_config.get("chat_template")
     if given is None:
         return {}
@@ -156,6 +156,8 @@ def _read_sources(files: ModelFiles) -> dict[str, str]:
                 sources[name] = source
             case _:
                 break
+    if sources:
+        sources = {**files.named_templates, **sources}
     if "default" not in sources:
         message = (
             f"chat_template in tokenizer_config.json of {files.path} must be a template or a list "

@@ -266,6 +266,11 @@ class PromptBuilder:
             variants = [{switch: True}, {switch: False}]
         self._capabilities = detect_capabilities(self._template.render, variants)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template.includes_special_tokens
+
     def build(
         self,
         request: GenerateRequest,

@@ -165,7 +165,11 @@ class Tokenizer:
             )
         add_bos = files.tokenizer_config.get("add_bos_token")
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, f"{path} is not a usable tokenizer"):
-            inner = tokenizers.Tokenizer.from_file(str(path))
+            if files.added_tokens:
+                inner = tokenizers.Tokenizer.from_str(files.read_tokenizer())
+                _check_added_tokens(inner, files)
+            else:
+                inner = tokenizers.Tokenizer.from_file(str(path))
             return Tokenizer(
                 inner,
                 bos_token_id=_find_bos_token_id(files, inner),
@@ -509,6 +513,18 @@ def _find_suffix_ids(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     probe = inner.encode("a", add_special_tokens=True)
     num_suffix_ids = probe.special_tokens_mask[::-1].index(0)
     return tuple(probe.ids[len(probe.ids) - num_suffix_ids :])
+
+
+def _check_added_tokens(inner: tokenizers.Tokenizer, files: ModelFiles) -> None:
+    """Raises AppError(MODEL_FILES) if the library has given a token another ID."""
+    for token in files.added_tokens:
+        if inner.token_to_id(token.content) != token.id:
+            message = (
+                f"the added token {token.content!r} of {files.path} has the ID {token.id}, but "
+                f"would get {inner.token_to_id(token.content)} in {files.tokenizer_path.name}: add "
+                "it to this file"
+            )
+            raise AppError(ErrorKind.MODEL_FILES, message)
 
 
 def _find_bos_token_id(files: ModelFiles, inner: tokenizers.Tokenizer) -> int | None:

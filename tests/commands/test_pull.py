@@ -103,7 +103,7 @@ def test_a_revision_is_part_of_the_name_or_an_option(
     [
         ("tiny", None, "has no known equivalent in MLX's format: pull a repository of the hub"),
         ("qwen3:5b", None, "did you mean qwen3:"),
-        ("gema3", None, "did you mean gemma3, gemma2? Or pull a repository of the hub"),
+        ("gema3", None, "did you mean gemma3, gemma3n, gemma4? Or pull a repository of the hub"),
         ("../tiny", None, "is not a Hugging Face model name"),
         ("org/tiny@a", "b", "are different revisions"),
         ("org/tiny", "../b", "is not the name of a branch"),

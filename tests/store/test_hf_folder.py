@@ -14,7 +14,7 @@ from tokenizers import models
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.store.vocabulary import count_token_ids
+from app.store.vocabulary import read_vocabulary
 from tests import tiny
 from tests.store.shards import tensor_entry, write, write_tensors
 
@@ -104,39 +104,52 @@ class TestShards:
         )
 
     @pytest.mark.parametrize(
-        "name", ["gone.safetensors", "\0.safetensors", "x" * 300 + ".safetensors"]
-    )
-    def test_a_shard_in_the_index_must_exist(self, folder: Path, name: str) -> None:
-        index(folder, x=name)
-        assert "has no gone" in complaint(folder) or "cannot be read" in complaint(folder)
-
-    @pytest.mark.parametrize(
         "name",
         [
+            "gone.safetensors",
+            "model-00001-of-00002.safetensors",
+            "mtp/model.safetensors",
             "../model.safetensors",
             "/model.safetensors",
             "a/../model.safetensors",
-            "sub/model.safetensors",
             "./model.safetensors",
             "..",
             "",
+            "\0.safetensors",
             "pytorch_model.bin",
             "a" * 10_000,
         ],
     )
-    def test_a_shard_in_the_index_must_be_in_the_same_folder(self, folder: Path, name: str) -> None:
+    def test_an_index_with_other_files_is_not_used(
+        self, folder: Path, name: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The files beside it are read, and no other files."""
+        os.mkfifo(folder.parent / "model.safetensors")  # opening it would block forever
         index(folder, x=name)
-        assert "is not a safetensors file in the same folder" in complaint(folder)
+        assert shard_names(folder) == ["model.safetensors"]
+        assert f"{INDEX} does not match the files beside it and is not used" in caplog.text
 
-    def test_shards_must_contain_the_tensors_of_the_index(self, folder: Path) -> None:
-        write_tensors(folder / "a.safetensors", "x")
-        write_tensors(folder / "b.safetensors", "y")
-        index(folder, x="b.safetensors", y="b.safetensors", z="a.safetensors")
-        assert "tensors that are missing: x in b.safetensors, z in a.safetensors" in complaint(
+    def test_an_index_with_other_tensors_is_not_used(self, folder: Path) -> None:
+        index(folder, x="model.safetensors")
+        assert shard_names(folder) == ["model.safetensors"]
+        write_tensors(folder / "model-b.safetensors", "y")
+        index(folder, y="model.safetensors")
+        assert shard_names(folder) == ["model-b.safetensors", "model.safetensors"]
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_a_missing_shard_of_a_set_is_named(self, folder: Path, indexed: bool) -> None:
+        (folder / "model.safetensors").unlink()
+        names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+        write_tensors(folder / names[0], "x")
+        write_tensors(folder / names[2], "z")
+        if indexed:
+            index(folder, x=names[0], y=names[1], z=names[2])
+        assert f"has no {names[1]}{f', which {INDEX} lists' if indexed else ''}" in complaint(
             folder
         )
-        index(folder, **{f"t{i}": "a.safetensors" for i in range(10)})
-        assert complaint(folder).endswith("t2 in a.safetensors and 7 more")
+        (folder / names[0]).unlink()
+        (folder / names[2]).unlink()
+        assert f"has no {names[0] if indexed else '.safetensors file'}" in complaint(folder)
 
     @pytest.mark.parametrize(
         "text",
@@ -186,7 +199,11 @@ class TestDocuments:
         ("file", "content", "message"),
         [
             ("config.json", None, "has no config.json: it is not a model folder"),
-            ("tokenizer.json", None, "has no tokenizer.json, the only supported tokenizer format"),
+            (
+                "tokenizer.json",
+                None,
+                "has no tokenizer.json: use a copy of the model that has this",
+            ),
             ("model.safetensors", None, "has no .safetensors file"),
             ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
             *((file, b"{", f"{file} cannot be read") for file in JSON_FILES),
@@ -280,16 +297,16 @@ class TestVocabulary:
     ) -> None:
         path = shared / name / "tokenizer.json"
         vocabulary = tokenizers.Tokenizer.from_file(str(path)).get_vocab()
-        assert count_token_ids(path) == max(vocabulary.values()) + 1
+        assert read_vocabulary(path, {}, {}).size == max(vocabulary.values()) + 1
 
     def test_unigram_pieces_and_added_tokens_are_counted(self, tmp_path: Path) -> None:
         path = tmp_path / "tokenizer.json"
         tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
         tokenizer.save(str(path))
-        assert count_token_ids(path) == 2
+        assert read_vocabulary(path, {}, {}).size == 2
         tokenizer.add_special_tokens(["<s>"])
         tokenizer.save(str(path))
-        assert count_token_ids(path) == 3
+        assert read_vocabulary(path, {}, {}).size == 3
 
     @pytest.mark.parametrize(
         "text",
@@ -306,4 +323,4 @@ class TestVocabulary:
         """The error is reported later, when the tokenizer is loaded."""
         path = tmp_path / "tokenizer.json"
         path.write_text(text)
-        assert count_token_ids(path) is None
+        assert read_vocabulary(path, {}, {}).size is None

@@ -1,12 +1,17 @@
 """Models in the hub cache, also those of other tools; no network is used."""
 
 import os
+import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
+from app import store
+from app.core.errors import AppError
 from app.store.hub import cache
+from app.store.hub.download import download
+from app.store.hub.download_plan import plan_download
 from app.store.model_names import HubName, ModelNotFoundError
 from tests import tiny
 from tests.store.asking import NAME, WEIGHTS, complaint, find, pull
@@ -53,15 +58,55 @@ def test_the_error_for_an_interrupted_download_names_the_command_to_complete_it(
     assert "`mlxrunner pull org/tiny`" in message
 
 
-def test_a_missing_shard_of_the_index_makes_a_model_incomplete(hub: StandIn, commit: str) -> None:
+def test_a_missing_shard_makes_a_model_incomplete(hub: StandIn, commit: str) -> None:
+    """Whether or not there is an index."""
     snapshot = pull()
-    (snapshot / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
-    )
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00002.safetensors")
     with pytest.raises(ModelNotFoundError) as caught:
         cache.find(NAME)
-    assert "(model-2.safetensors missing)" in caught.value.message
+    assert "(model-00002-of-00002.safetensors missing)" in caught.value.message
     assert caught.value.hub == NAME
+
+
+def test_a_missing_tokenizer_makes_a_model_incomplete(hub: StandIn, commit: str) -> None:
+    """Unless there is another kind of tokenizer, which cannot be used."""
+    snapshot = pull()
+    (snapshot / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFoundError) as caught:
+        cache.find(NAME)
+    assert "(tokenizer.json missing)" in caught.value.message
+    (snapshot / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(AppError) as other:
+        cache.find(NAME)
+    assert "has no tokenizer.json, only tokenizer.model: use a copy" in other.value.message
+
+
+def test_a_folder_of_a_repository_is_pulled_found_and_listed(
+    hub: StandIn, tiny_model: Path, tmp_path: Path
+) -> None:
+    """LiquidAI/LFM2.5-2.6B-MLX has a complete model in a folder for each format."""
+    remote = tmp_path / "formats"
+    for folder in ("8bit", "4bit", "docs"):
+        shutil.copytree(tiny_model, remote / folder)
+    hub.add("org/formats", remote)
+    name = HubName(repo_id="org/formats")
+    plan = plan_download(name)
+    assert str(plan.name) == "org/formats/4bit"
+    assert {file.path.partition("/")[0] for file in plan.files} == {"4bit"}
+    download(plan)
+    other = plan_download(HubName(repo_id="org/formats", subfolder="8bit"))
+    assert store.find("org/formats").path.name == "4bit", "of the other, there is only a config"
+    download(other)
+    for given, found in (("org/formats", "4bit"), ("org/formats/8bit", "8bit")):
+        files = store.find(given)
+        assert (files.name, files.path.name) == (f"org/formats/{found}", found)
+        assert files.tokenizer_vocab_size
+    listed = {str(entry.name) for entry in cache.list_revisions()}
+    assert listed == {"org/formats/4bit", "org/formats/8bit"}
+    (store.find("org/formats/8bit").path / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError) as caught:
+        store.find("org/formats/8bit")
+    assert "mlxrunner pull org/formats/8bit" in caught.value.message
 
 
 def test_a_partial_download_of_another_tool_is_incomplete(hub: StandIn, commit: str) -> None:

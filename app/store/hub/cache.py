@@ -11,10 +11,9 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import orjson
 from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
@@ -24,7 +23,13 @@ from app.core.model_files import ModelFiles
 from app.store import hf_folder
 from app.store.gguf import model as gguf_model
 from app.store.hub import required_files
-from app.store.model_names import HubName, ModelNotFoundError, is_revision, parse_hub_name
+from app.store.model_names import (
+    HubName,
+    ModelNotFoundError,
+    is_format_folder,
+    is_revision,
+    parse_hub_name,
+)
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
@@ -34,7 +39,8 @@ _SHORT_COMMIT_LENGTH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRevision:
-    """One cached revision of a repository."""
+    """One cached revision of a repository. folder: of the model, which may be a folder inside the
+    repository."""
 
     name: HubName
     folder: Path
@@ -48,17 +54,18 @@ def find(name: HubName) -> ModelFiles | None:
     revision = _expand_commit(storage, name.revision)
     if name.quantization is not None:
         return _find_gguf(name, storage, revision)
-    config = try_to_load_from_cache(
-        name.repo_id, "config.json", cache_dir=cache_folder(), revision=revision
-    )
-    if not isinstance(config, str):
+    config = _find_config(name.repo_id, revision, name.subfolder)
+    if config is None and name.subfolder is None:
+        name = replace(name, subfolder=_choose_cached_subfolder(storage, name.repo_id, revision))
+        config = _find_config(name.repo_id, revision, name.subfolder)
+    if config is None:
         if (files := _find_gguf(name, storage, revision)) is not None:
             return files
         if _has_partial_download(name.repo_id, revision):
             raise _incomplete_error(name)
         return None
-    folder = Path(config).parent
-    missing = _find_missing_files(name.repo_id, folder)
+    folder = config.parent
+    missing = _find_missing_files(name.repo_id, folder, name.subfolder)
     if missing:
         raise _incomplete_error(name, *missing)
     return hf_folder.read(folder, name=str(name))
@@ -90,6 +97,35 @@ def _list_gguf(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
+def _find_config(repo_id: str, revision: str | None, subfolder: str | None) -> Path | None:
+    path = "config.json" if subfolder is None else f"{subfolder}/config.json"
+    found = try_to_load_from_cache(repo_id, path, cache_dir=cache_folder(), revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _choose_cached_subfolder(storage: Path, repo_id: str, revision: str | None) -> str | None:
+    """Returns the preferred folder of one revision that contains a complete model; if there is
+    none, the preferred incomplete one."""
+    ref = storage / "refs" / (revision or constants.DEFAULT_REVISION)
+    commit = ref.read_text(errors="replace").strip() if ref.is_file() else revision
+    if commit is None or not _COMMIT.fullmatch(commit):
+        return None
+    snapshot = storage / "snapshots" / commit
+    folders = _list_model_subfolders(snapshot)
+    complete = [name for name in folders if not _find_missing_files(repo_id, snapshot / name, name)]
+    return required_files.choose_subfolder(
+        f"{name}/model.safetensors" for name in complete or folders
+    )
+
+
+def _list_model_subfolders(snapshot: Path) -> list[str]:
+    return sorted(
+        folder.name
+        for folder in _list_folder(snapshot)
+        if is_format_folder(folder.name) and os.path.lexists(folder / "config.json")
+    )
+
+
 def list_revisions() -> Iterator[CachedRevision]:
     """Yields every revision that looks like a language model, including incomplete revisions, and
     every repository that cannot be read. For such a repository, `find` raises the reason. Raises
@@ -112,17 +148,23 @@ def list_revisions() -> Iterator[CachedRevision]:
 def _list_repo_revisions(repo_id: str, storage: Path) -> Iterator[CachedRevision]:
     refs = _read_refs(storage / "refs")
     for folder in sorted(_list_folder(storage / "snapshots")):
-        if not os.path.lexists(folder / "config.json"):
+        subfolders: list[str | None] = [*_list_model_subfolders(folder)]
+        if os.path.lexists(folder / "config.json"):
+            subfolders.insert(0, None)
+        if not subfolders:
             names = refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]])
             yield from _list_quantizations(repo_id, folder, names)
-            continue
-        if not _has_weights(repo_id, folder):
-            if _has_incomplete_blobs(storage):
-                yield CachedRevision(name=HubName(repo_id=repo_id), folder=folder)
-            continue
-        for ref in refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]]):
-            name = HubName(repo_id=repo_id, revision=None if ref == "main" else ref)
-            yield CachedRevision(name=name, folder=folder)
+        for subfolder in subfolders:
+            place = folder if subfolder is None else folder / subfolder
+            if not _has_weights(repo_id, place, subfolder):
+                if _has_incomplete_blobs(storage):
+                    name = HubName(repo_id=repo_id, subfolder=subfolder)
+                    yield CachedRevision(name=name, folder=place)
+                continue
+            for ref in refs.get(folder.name, [folder.name[:_SHORT_COMMIT_LENGTH]]):
+                revision = None if ref == "main" else ref
+                name = HubName(repo_id=repo_id, revision=revision, subfolder=subfolder)
+                yield CachedRevision(name=name, folder=place)
 
 
 def _list_quantizations(
@@ -183,7 +225,7 @@ def _has_partial_download(repo_id: str, revision: str | None) -> bool:
     if revision is None:
         snapshots = _list_folder(storage / "snapshots")
         return _has_incomplete_blobs(storage) or any(
-            _find_missing_files(repo_id, folder) for folder in snapshots
+            _find_missing_files(repo_id, folder, None) for folder in snapshots
         )
     return (storage / "refs" / revision).is_file() or (storage / "snapshots" / revision).is_dir()
 
@@ -192,31 +234,24 @@ def _has_incomplete_blobs(storage: Path) -> bool:
     return any(path.suffix == ".incomplete" for path in _list_folder(storage / "blobs"))
 
 
-def _find_missing_files(repo_id: str, folder: Path) -> list[str]:
+def _find_missing_files(repo_id: str, folder: Path, subfolder: str | None) -> list[str]:
     """Returns the files that are missing, according to the repository listing, the index and
-    links."""
+    links. folder: of the model."""
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
-    required = required_files.select_files(
-        [*(_read_cached_listing(repo_id, folder) or ()), *links]
-    ) + _read_indexed_shards(folder)
+    listing = _read_cached_listing(repo_id, folder, subfolder)
+    # An index may list files that the repository never had.
+    indexed: Sequence[str] = [] if listing else hf_folder.find_missing_shards(folder)
+    required = [*required_files.select_files([*(listing or ()), *links]), *indexed]
     missing = sorted({name for name in required if not (folder / name).is_file()})
     if not missing and not any(folder.glob("*.safetensors")):
         return ["model.safetensors"]
+    if not missing and listing is None and not hf_folder.has_tokenizer(folder):
+        return ["tokenizer.json"]
     return missing
 
 
-def _read_indexed_shards(folder: Path) -> list[str]:
-    """Returns the shards that the index lists. app.store.hf_folder reports errors in the index."""
-    try:
-        index = orjson.loads((folder / required_files.INDEX).read_bytes())
-        names = {name for name in index["weight_map"].values() if isinstance(name, str)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return sorted(name for name in names if Path(name).name == name)
-
-
-def _has_weights(repo_id: str, folder: Path) -> bool:
-    listing = _read_cached_listing(repo_id, folder)
+def _has_weights(repo_id: str, folder: Path, subfolder: str | None) -> bool:
+    listing = _read_cached_listing(repo_id, folder, subfolder)
     names = [path.name for path in folder.iterdir()] if listing is None else listing
     return (
         any(map(required_files.is_weights_file, required_files.select_files(names)))
@@ -224,14 +259,16 @@ def _has_weights(repo_id: str, folder: Path) -> bool:
     )
 
 
-def _read_cached_listing(repo_id: str, folder: Path) -> list[str] | None:
-    """Returns the repository's files at that commit, or None if the cache does not have the
-    listing."""
+def _read_cached_listing(repo_id: str, folder: Path, subfolder: str | None) -> list[str] | None:
+    """Returns the files of the model's folder at that commit, or None if the cache does not have
+    the listing of the repository."""
+    commit = folder.name if subfolder is None else folder.parent.name
     try:
-        tree = get_cached_repo_tree(repo_id, revision=folder.name, cache_dir=cache_folder())
+        tree = get_cached_repo_tree(repo_id, revision=commit, cache_dir=cache_folder())
     except CachedRepoTreeNotFoundError:
         return None
-    return [file.path for file in tree]
+    prefix = "" if subfolder is None else f"{subfolder}/"
+    return [file.path.removeprefix(prefix) for file in tree if file.path.startswith(prefix)]
 
 
 def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
@@ -240,7 +277,7 @@ def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
     revision = "" if name.revision is None else f" --revision {name.revision}"
     return ModelNotFoundError(
         f"the download of {name} is incomplete{lacks}: "
-        f"run `mlxrunner pull {name.repo_id}{revision}` to complete it",
+        f"run `mlxrunner pull {replace(name, revision=None)}{revision}` to complete it",
         hub=name,
     )
 

@@ -5,7 +5,7 @@ Knows: huggingface_hub's listing of a repository. Must not know: how files are d
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadPlan:
-    """The files to download. commit: the current commit of the revision. config: the contents of
-    config.json; empty for GGUF files, which contain theirs. missing_bytes: the number of bytes
-    that are not downloaded yet."""
+    """The files to download. name: with the folder of the model, in a repository that has several.
+    commit: the current commit of the revision. config: the contents of config.json; empty for GGUF
+    files, which contain theirs. missing_bytes: the number of bytes that are not downloaded yet."""
 
     name: HubName
     commit: str
@@ -72,16 +72,23 @@ def plan_download(name: HubName) -> DownloadPlan:
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
             listing = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+            if name.subfolder is None and name.quantization is None:
+                name = replace(name, subfolder=required_files.choose_subfolder(listing))
             paths = _select_files(name, listing)
             files = tuple(_parse_file(name, listing[path]) for path in paths)
             commit = info.sha or ""
         if not _COMMIT.fullmatch(commit):
             raise model_error(name, f"has an invalid commit hash from the hub: {commit!r}")
         config: Mapping[str, Any] = {}
-        if "config.json" in paths:
+        prefix = "" if name.subfolder is None else f"{name.subfolder}/"
+        if f"{prefix}config.json" in paths:
             with disable_progress_bars():
                 path = hf_hub_download(
-                    name.repo_id, "config.json", revision=commit, cache_dir=cache_folder()
+                    name.repo_id,
+                    "config.json",
+                    subfolder=name.subfolder,
+                    revision=commit,
+                    cache_dir=cache_folder(),
                 )
             config = read_json_object(Path(path)) or {}
         storage = repo_folder(name.repo_id)
@@ -97,11 +104,11 @@ def plan_download(name: HubName) -> DownloadPlan:
 
 def _select_files(name: HubName, listing: Mapping[str, Any]) -> list[str]:
     """Returns the files of the model, or of one quantization of a repository in GGUF."""
-    selected = required_files.select_files(listing)
+    selected = required_files.select_files(listing, name.subfolder)
     has_weights = any(map(required_files.is_weights_file, selected))
     if name.quantization is not None or (not has_weights and required_files.has_gguf(listing)):
         return required_files.select_gguf(str(name), listing, name.quantization)
-    required_files.check_loadable(str(name), listing)
+    required_files.check_loadable(str(name), listing, name.subfolder)
     return selected
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from app.core.errors import AppError, ErrorKind
+from app.store.model_names import is_format_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -28,6 +29,10 @@ _CONFIG_FILES = frozenset(
 _EMBEDDING_FILES = re.compile(
     r"modules\.json|\d_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)"
 )
+# named templates beside the default one, as transformers saves them
+_TEMPLATE = re.compile(r"additional_chat_templates/\w[\w.-]*\.jinja", re.ASCII)
+# the formats that are preferred if a repository has a folder for each
+_PREFERRED_FORMATS = ("4bit", "mxfp4", "nvfp4", "8bit", "bf16")
 # the same weights in another layout (Mistral's own), and weights that are not a model
 _OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
 _SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
@@ -41,13 +46,33 @@ _LABEL = re.compile(
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def select_files(paths: Iterable[str]) -> list[str]:
+def select_files(paths: Iterable[str], subfolder: str | None = None) -> list[str]:
     """Returns the files needed to load a model, with the weights last. With few exceptions, only
-    top-level files are selected, because folders contain other formats of the same model."""
-    paths = sorted(paths)
+    top-level files are selected, because folders contain other formats of the same model.
+    subfolder: the folder of the model; None for the repository itself."""
+    prefix = "" if subfolder is None else f"{subfolder}/"
+    paths = sorted(path.removeprefix(prefix) for path in paths if path.startswith(prefix))
     root_files = [path for path in paths if _SAFE_NAME.fullmatch(path)]
-    small = [p for p in paths if p in _CONFIG_FILES or _EMBEDDING_FILES.fullmatch(p)]
-    return small + _select_weights(root_files)
+    small = [
+        path
+        for path in paths
+        if path in _CONFIG_FILES or _EMBEDDING_FILES.fullmatch(path) or _TEMPLATE.fullmatch(path)
+    ]
+    return [prefix + path for path in small + _select_weights(root_files)]
+
+
+def choose_subfolder(paths: Iterable[str]) -> str | None:
+    """Returns the folder of a model, in a repository that has a complete model in a folder of each
+    format (`4bit/`, `8bit/`) and none outside of them. Otherwise returns None."""
+    paths = list(paths)
+    if any(map(is_weights_file, select_files(paths))):
+        return None
+    folders = sorted(
+        folder
+        for folder in {path.partition("/")[0] for path in paths if "/" in path}
+        if is_format_folder(folder) and any(map(is_weights_file, select_files(paths, folder)))
+    )
+    return next((name for name in _PREFERRED_FORMATS if name in folders), next(iter(folders), None))
 
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf")
@@ -96,10 +121,11 @@ def is_weights_file(path: str) -> bool:
     return path.endswith(".safetensors")
 
 
-def check_loadable(repo: str, paths: Iterable[str]) -> None:
+def check_loadable(repo: str, paths: Iterable[str], subfolder: str | None = None) -> None:
     """Raises AppError(MODEL_FILES) for a repository without a loadable model. The message lists the
-    formats in the repository."""
-    paths = list(paths)
+    formats in the repository. subfolder: see `select_files`."""
+    prefix = "" if subfolder is None else f"{subfolder}/"
+    paths = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
     selected = set(select_files(paths))
     if not any(map(is_weights_file, selected)):
         raise AppError(ErrorKind.MODEL_FILES, f"{repo} {_describe_contents(paths)}")
@@ -123,6 +149,8 @@ def _select_weights(here: list[str]) -> list[str]:
 
 
 def _describe_contents(paths: list[str]) -> str:
+    if "adapter_config.json" in paths or "adapters.safetensors" in paths:
+        return "is a LoRA adapter and not a model: use the model that it was trained for"
     if any(path.endswith(".gguf") for path in paths):
         return (
             "contains GGUF files without a known quantization in their names: download one, and "

@@ -49,7 +49,9 @@ _JSON_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 
 _GGUF_SUFFIX = ".gguf"

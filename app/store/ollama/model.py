@@ -20,6 +20,7 @@ from app.store import safetensors_header
 from app.store.config_files import read_json_array, read_json_object, read_text
 from app.store.gguf import model as gguf_model
 from app.store.gguf.templates import find_template
+from app.store.hf_folder import read_json_template
 from app.store.model_names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
@@ -34,7 +35,7 @@ from app.store.ollama.manifest import (
     TENSOR,
     Manifest,
 )
-from app.store.vocabulary import count_token_ids
+from app.store.vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,16 @@ def find(name: OllamaName) -> ModelFiles | None:
     parameters = _read_parameters(parsed)
     jinja = files.get("chat_template.jinja")
     template = None if jinja is None else read_text(jinja.blob)
+    template_file = "chat_template.jinja"
+    if template is None and not _has_template(objects) and "chat_template.json" in files:
+        template_file = "chat_template.json"
+        template = read_json_template(files[template_file].blob)
+    added = files.get("added_tokens.json")
+    vocabulary = read_vocabulary(
+        files["tokenizer.json"].blob,
+        objects["tokenizer_config.json"],
+        (read_json_object(added.blob) if added else None) or {},
+    )
     if parsed.get_layers(TEMPLATE) and template is None and not _has_template(objects):
         log.warning("%s: its chat template is in Ollama's Go format, which is not supported", name)
     shards = [safetensors_header.read(blob) for blob in blobs]
@@ -106,13 +117,15 @@ def find(name: OllamaName) -> ModelFiles | None:
         tokenizer_config=objects["tokenizer_config.json"],
         generation_config=_merge_generation_config(objects["generation_config.json"], parameters),
         chat_template=template,
+        chat_template_file=template_file,
         created=int(parsed.path.stat().st_mtime),
         system_prompt=_read_texts(parsed, SYSTEM),
         first_messages=_read_messages(parsed),
         license=_read_texts(parsed, LICENSE) or "",
         parent=_read_parent(parsed),
         recommended_context=_read_context_length(parsed, parameters),
-        tokenizer_vocab_size=count_token_ids(files["tokenizer.json"].blob),
+        tokenizer_vocab_size=vocabulary.size,
+        added_tokens=vocabulary.missing,
         weight_bytes=sum(header.nbytes for header in shards),
         weights_digest=safetensors_header.combine_fingerprints(shards),
     )
