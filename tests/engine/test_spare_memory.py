@@ -14,6 +14,7 @@ from models.base import Model
 from tests.engine import hybrid
 from tests.engine.harness import (
     Outcome,
+    assert_same,
     job,
     make_loop,
     record,
@@ -169,4 +170,7 @@ def test_no_history_of_spare_memory_overdraws_the_ledger_or_changes_an_answer(
     assert loop.stats().ledger.budget == base
     for one in jobs:
         alone = run_one(make_loop(model, chunk=64), one)
-        assert token_bits(outcomes[one.id]) == token_bits(alone)
+        if loop.batch_invariant:
+            assert token_bits(outcomes[one.id]) == token_bits(alone)
+        else:  # without the CPU kernels
+            assert_same(outcomes[one.id], alone)
