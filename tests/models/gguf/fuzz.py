@@ -126,22 +126,29 @@ def mutate(sample: Sample, rng: random.Random) -> bytes:
                 counts[rng.choice(("num_tensors", "num_keys"))] = rng.choice(EXTREMES)
             case 4 if parts:  # a length, a count, a type, a dimension or an offset
                 parts[index] = _replace_integer(parts[index], rng)
-            case 5 if parts:
+            case 5 if parts and parts[index]:
                 parts[index] = parts[index][: rng.randrange(len(parts[index]))]
-            case 6 if len(parts) > 1:
+            case 6 if all(parts) and len(parts) > 1:
                 other = rng.randrange(len(parts))
                 cut, start = rng.randrange(len(parts[index])), rng.randrange(len(parts[other]))
                 parts[index] = parts[index][:cut] + parts[other][start:]
             case 7:
                 counts["version"] = rng.choice((0, 1, 2, 3, 4, 3 << 24, rng.getrandbits(32)))
-            case _ if parts:
+            case _ if parts and parts[index]:
                 flipped = bytearray(parts[index])
                 for _ in range(rng.randint(1, 4)):
                     flipped[rng.randrange(len(flipped))] = rng.getrandbits(8)
                 parts[index] = bytes(flipped)
             case _:
                 pass
-    content = gguf(entries, tensors, sample.data, **counts)
+    content = gguf(
+        entries,
+        tensors,
+        sample.data,
+        version=counts.get("version", 3),
+        num_tensors=counts.get("num_tensors"),
+        num_keys=counts.get("num_keys"),
+    )
     if rng.random() < 0.1:
         content = content[: rng.randrange(len(content))]
     return content
