@@ -31,6 +31,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
         {
             "app.core",
             "app.store.digests",
+            "app.store.lm_studio",
             "models.gguf.architectures",
             "models.gguf.metadata",
             "models.gguf.reader",

@@ -29,10 +29,10 @@ class LMStudioModel:
 
 def find_folder(name: HubName) -> Path | None:
     """Returns the folder of a model with safetensors files, or None. A name with a revision is
-    never found, because LM Studio does not record it."""
-    if name.revision is not None:
+    never found, because LM Studio does not record it, and neither is one of a GGUF file."""
+    if name.revision is not None or name.quantization is not None:
         return None
-    for models in _list_model_folders():
+    for models in list_model_folders():
         folder = models / name.repo_id
         folder = folder if name.subfolder is None else folder / name.subfolder
         if (folder / "config.json").is_file():
@@ -44,7 +44,7 @@ def list_models() -> Iterator[LMStudioModel]:
     """Yields every model folder with a config.json, which models in GGUF do not have. Raises
     OSError if a folder cannot be read."""
     seen: set[str] = set()
-    for models in _list_model_folders():
+    for models in list_model_folders():
         for publisher in _list_folders(models):
             for folder in _list_folders(publisher):
                 name = parse_hub_name(f"{publisher.name}/{folder.name}")
@@ -53,8 +53,8 @@ def list_models() -> Iterator[LMStudioModel]:
                     yield LMStudioModel(name=name, folder=folder)
 
 
-def _list_model_folders() -> list[Path]:
-    """Returns the folders that contain publishers, without duplicates."""
+def list_model_folders() -> list[Path]:
+    """Returns the folders of models, which contain a folder per publisher, without duplicates."""
     home = Path.home()
     pointer = home / _POINTER
     text = read_text(pointer, max_bytes=_MAX_POINTER_BYTES) if pointer.is_file() else None

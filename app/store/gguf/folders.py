@@ -2,7 +2,7 @@
 
 Knows: the location and the layout of these folders. Must not know: the contents of files.
 
-    ~/.lmstudio/models/<org>/<repository>/<file>.gguf     also ~/.cache/lm-studio/models
+    ~/.lmstudio/models/<org>/<repository>/<file>.gguf     or elsewhere, see app.store.lm_studio
     $LLAMA_CACHE/<org>_<repository>_<file>.gguf           llama.cpp's downloads (-hf)
 
 A model has the name of its file. If several files have a name, the first one is used.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from app.core.model_files import ModelFiles
 from app.store.gguf import model
+from app.store.lm_studio import list_model_folders
 
 # a limit on the files that are looked at, for a folder that contains something else
 _MAX_FILES = 10_000
@@ -51,8 +52,8 @@ def list_files() -> Iterator[GGUFFileEntry]:
 
 def _list_folders() -> Iterator[tuple[str, Path, str]]:
     """Yields the program, its folder, and the pattern of files in it."""
-    for folder in (".lmstudio/models", ".cache/lm-studio/models"):
-        yield "lm studio", Path.home() / folder, "*/*/*.gguf"
+    for folder in list_model_folders():
+        yield "lm studio", folder, "*/*/*.gguf"
     given = os.environ.get("LLAMA_CACHE")
     usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual) / "llama.cpp"
