@@ -26,6 +26,7 @@ from benchmarks import (
     activations,
     agreement,
     arrivals,
+    block_products,
     chunk_alignment,
     delivery,
     frames,
@@ -143,6 +144,7 @@ def _measure_builtin() -> str:
 
 # measurements that need no model folder
 OTHER_REPORTS: dict[str, Callable[[], str]] = {
+    "blocks": block_products.report,
     "start": _measure_start,
     "builtin": _measure_builtin,
     "traces": _replay_traces,

@@ -5,7 +5,7 @@ Knows: tensors, the interface of an architecture. Must not know: servers, disks,
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from models import base, mlx_lm_adapter
+from models import base, kernels, mlx_lm_adapter
 from models.base import Model, ModelError
 from models.checkpoint_config import (
     WHOLE_MODEL_TYPES,
@@ -21,6 +21,7 @@ from models.checkpoint_config import (
     get_text_config,
     is_multimodal,
 )
+from models.gguf.layers import StoredBlocks, replace_with_gguf_layers
 from models.multimodal import drop_other_modules, get_text_weights, lacks_lm_head
 from models.ollama_names import to_mlx_names
 from models.published_formats import Conversion, convert_published
@@ -58,7 +59,11 @@ def read_info(config: Mapping[str, Any]) -> ModelInfo:
 
 
 def build(
-    config: Mapping[str, Any], weights: Mapping[str, mx.array], *, bits: int | None = None
+    config: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+    *,
+    bits: int | None = None,
+    blocks: Sequence[StoredBlocks] = (),
 ) -> Model:
     """Builds the model that `config` describes, with `weights`. Nothing is evaluated yet. For a
     multimodal checkpoint, the result is the text model.
@@ -66,7 +71,8 @@ def build(
     weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
     Their packing is inferred from the tensors and not from the config. Formats of other quantizers
     are converted (models/published_formats.py). bits: the number of bits to which unquantized
-    weights are quantized; None leaves them unchanged.
+    weights are quantized; None leaves them unchanged. blocks: of weights from a GGUF file, which
+    are used if the CPU kernels are.
 
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
     for a tensor that is missing, unexpected, or has a wrong shape or type.
@@ -85,7 +91,8 @@ def build(
     weights = dict(model.sanitize(weights))
     if is_multimodal(whole):
         weights = drop_other_modules(weights, model)
-    packed = replace_quantized_layers(model, weights)
+    packed = kernels.ops() is not None and replace_with_gguf_layers(model, weights, blocks)
+    packed |= replace_quantized_layers(model, weights)
     _check_tensors(model, weights)
     model.load_weights(list(weights.items()), strict=False)
     if bits is not None:

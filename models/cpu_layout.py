@@ -14,6 +14,7 @@ store keys and values in 16 bits (`models.kv.set_kv_dtype`).
     float32           packed panels            [in, out], where BLAS is fastest for few rows
     bfloat16, float16 packed panels            float32, then as above
     4 and 8 bits      packed panels            as they are, scales float32
+    blocks of GGUF    packed panels            as they are, dequantized in each call
     all others        float32                  float32
 
 A packed panel contains sixteen interleaved rows in their original type
@@ -28,7 +29,7 @@ import mlx.nn as nn
 
 from models import kernels
 from models.base import Model, ModelError
-from models.kernels import fused_blocks, layers, mamba2_op, stacked_layers
+from models.kernels import block_layers, fused_blocks, layers, mamba2_op, stacked_layers
 from models.layers import GatedMLP
 from models.mamba2 import Mamba2Half, Mamba2Mixer
 from models.quant import replace_leaves
@@ -41,6 +42,7 @@ MAX_TRANSPOSED_BYTES = 192 << 20
 _KERNEL_LAYERS: layers.KernelLayerTable = {
     **layers.KERNEL_LAYERS,
     **stacked_layers.STACKED_KERNEL_LAYERS,
+    **block_layers.BLOCK_KERNEL_LAYERS,
 }
 
 

@@ -77,13 +77,17 @@ def open_model(
     else:
         weights, places = _open_shards(files.shards)
     try:
-        model = architectures.build(files.config, weights, bits=bits)
+        # ranks share matrices of MLX's packings only
+        blocks = unread.blocks if unread is not None and share is None else ()
+        model = architectures.build(files.config, weights, bits=bits, blocks=blocks)
         if share is not None:
             shard_model(model, share, files.config["model_type"])
         assert isinstance(model, nn.Module)
         model.kv_dtype = choose_kv_dtype(list_parameters(model), kv)
         apply_cpu_layout(model)
         set_activation_bits(model, activations)
+        if unread is not None:
+            unread.blocks.clear()
         setattr(model, _UNREAD, unread)
         return model
     except ModelError as error:

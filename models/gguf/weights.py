@@ -20,6 +20,7 @@ from models.base import ModelError
 from models.gguf.architectures import find_architecture, rename_tensors
 from models.gguf.blocks import dequantize, has_affine_packing, repack_affine
 from models.gguf.ggml_types import GGMLType
+from models.gguf.layers import StoredBlocks
 from models.gguf.metadata import Metadata
 from models.gguf.reader import GGUFFile, GGUFTensor
 
@@ -45,10 +46,12 @@ class _UnreadTensor:
 
 
 class UnreadTensors:
-    """The arrays of bytes on which the weights of a file depend."""
+    """The arrays of bytes on which the weights of a file depend. blocks: those of quantized
+    weights, for `architectures.build`."""
 
     def __init__(self) -> None:
         self._tensors: list[_UnreadTensor] = []
+        self.blocks: list[StoredBlocks] = []
 
     def add(self, tensor: GGUFTensor) -> mx.array:
         """Returns an array for the bytes of the tensor: the last axis is a row."""
@@ -98,13 +101,19 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
     weights: Arrays = {}
     for name, target in rename_tensors(file).items():
         tensor = file.tensors[name]
-        parts = _unpack(target, unread.add(tensor), tensor.type)
+        raw = unread.add(tensor)
+        parts = _unpack(target, raw, tensor.type)
         if architecture.rotates_pairs and target.endswith(_ROTATED):
             heads = "head_count" if ".q_proj." in target else "head_count_kv"
             count = metadata.integer(f"attention.{heads}", metadata.integer("attention.head_count"))
             parts = _split_rotated_pairs(parts, count)
+            raw = raw[_pair_order(target, raw, count)]
         if architecture.norms_have_one_added and target.endswith("norm.weight"):
             parts = {target: parts[target] - 1}
+        if not tensor.type.is_plain and target.endswith(".weight"):
+            unread.blocks.append(
+                StoredBlocks(weight=parts[target], raw=raw, type_id=tensor.type.id)
+            )
         weights |= parts
     return _convert_layers(metadata, weights), unread
 

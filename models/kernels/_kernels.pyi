@@ -51,6 +51,20 @@ class Matmul:
         bits: int = 0,
         activations: int = 24,
     ) -> None: ...
+    @staticmethod
+    def from_blocks(
+        panels: mx.array,
+        *,
+        type_id: int,
+        outputs: int,
+        inputs: int,
+        bias: mx.array | None = None,
+        activations: int = 24,
+    ) -> Matmul:
+        """Returns the operation for a matrix, or a stack of matrices, with a block type of GGUF.
+        panels: the result of `repack_blocks` for matrices of [outputs, inputs]. Raises ValueError
+        for another shape."""
+
     def __call__(self, x: mx.array) -> mx.array:
         """Maps [..., in] to [..., out], in the type of x."""
 
@@ -129,6 +143,12 @@ def logprobs(logits: mx.array, tokens: mx.array, count: int) -> tuple[mx.array, 
     with any strides, and the `count` most likely tokens and their log probabilities, both [rows,
     count] and most likely first. All log probabilities of a row with NaN, with +infinity or without
     a finite logit are NaN. Raises ValueError for other shapes and types."""
+
+def repack_blocks(raw: mx.array, type_id: int) -> mx.array:
+    """Converts rows of blocks, uint8 [..., out, bytes per row] as in a GGUF file, to panels for
+    `Matmul.from_blocks`, uint8 with the number of rows rounded up to a multiple of sixteen. No bit
+    is lost. type_id: the number of the type in the file. Raises ValueError for other types and
+    partial blocks."""
 
 def repack(a: mx.array, bits: int = 0, *, undo: bool = False) -> mx.array:
     """Packs an array [..., out, n] into panels of sixteen interleaved rows, in the same shape. The

@@ -16,6 +16,7 @@ from weakref import ref
 import mlx.core as mx
 
 from models.kernels import layers
+from models.kernels.block_layers import KernelGgufLinear
 from models.kernels.in_place_attention import read_in_place, write_in_place
 from models.kv import AttentionCache
 from models.rope import Rope
@@ -182,7 +183,7 @@ class CachedOp:
 
 def are_kernel_layers(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
     """Returns whether a fused operation can take these layers."""
-    linear = layers.KernelLinear | layers.KernelQuantizedLinear
+    linear = layers.KernelLinear | layers.KernelQuantizedLinear | KernelGgufLinear
     return all(isinstance(layer, linear) for layer in linears) and all(
         isinstance(layer, layers.KernelRMSNorm) for layer in norms
     )

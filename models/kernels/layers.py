@@ -39,10 +39,12 @@ class KernelLayer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and repacks it if it is a parameter. Classes of other libraries
         replace the weights of their layers."""
-        if name in _PARAMETERS:
-            value = to_kernel_layout(self, name, value, self._ops)
-            self._matmul = None
-        super().__setattr__(name, value)
+        if name not in _PARAMETERS:
+            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, to_kernel_layout(self, name, value, self._ops))
+        # last, because mlx.nn also reads the attribute
+        self._matmul = None
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute. Accessed as attributes, matrices have their usual row order, as
@@ -63,7 +65,8 @@ class KernelLayer(nn.Module):
     @property
     def activations(self) -> int | None:
         """One of ACTIVATION_BITS, or None if the weights are not quantized."""
-        return self._activations if "scales" in self else None
+        is_quantized = "scales" in self or _block_type(self) is not None
+        return self._activations if is_quantized else None
 
     def set_activations(self, bits: int) -> None:
         self._activations, self._matmul = bits, None
@@ -180,7 +183,14 @@ def to_kernel_layout(layer: Any, name: str, array: mx.array, ops: Any) -> mx.arr
     """Returns a parameter in the type and memory layout that the kernels use."""
     if name == "bias":
         return mx.contiguous(array.astype(mx.float32))
+    if (type_id := _block_type(layer)) is not None:
+        return ops.repack_blocks(array, type_id)
     return array if array.ndim < 2 else ops.repack(array, _bits(layer, name))
+
+
+def _block_type(layer: Any) -> int | None:
+    """Returns the type of the blocks of a layer with blocks (models/gguf/layers.py)."""
+    return vars(layer).get("type_id")
 
 
 def _bits(layer: Any, name: str) -> int:
@@ -190,6 +200,15 @@ def _bits(layer: Any, name: str) -> int:
 def make_matmul(layer: KernelLayer, ops: Any) -> "Matmul":
     """Returns the matmul operation with a kernel layer's parameters."""
     bias = layer.get("bias")
+    if (type_id := _block_type(layer)) is not None:
+        return ops.Matmul.from_blocks(
+            layer["weight"],
+            type_id=type_id,
+            outputs=layer.outputs,
+            inputs=layer.inputs,
+            bias=bias,
+            activations=layer.activations,
+        )
     if "scales" not in layer:
         return ops.Matmul(layer["weight"], bias=bias)
     return ops.Matmul(

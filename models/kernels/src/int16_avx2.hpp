@@ -21,6 +21,7 @@ constexpr bool has_byte_step(int bits, int planes) { return bits == 4 && planes 
 inline constexpr int kNumbersPerDot = 2;  // integers of a row per add_dot
 constexpr int step_numbers(int bits) { return bits == 4 ? 32 : 4; }  // per iteration
 constexpr int num_sums(int planes) { return planes == 3 ? 2 : 1; }   // accumulators per row of x
+constexpr bool fuses_codes(int) { return false; }          // see int8_vnni.hpp
 inline constexpr int kLongSpan = 0;     // see int8_vnni.hpp
 inline constexpr int kHeaderBytes = 0;  // see int8_neon.hpp
 // The distance of rows of x in floats, modulo 16. Zen 3 does not load from two cache lines at the

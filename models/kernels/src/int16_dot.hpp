@@ -25,6 +25,7 @@ inline constexpr int kLongSpan = 0;     // see int8_vnni.hpp
 inline constexpr int kHeaderBytes = 0;  // see int8_neon.hpp
 constexpr int input_bytes(int, int planes) { return 2 * num_sums(planes); }  // per integer of x
 constexpr bool has_byte_step(int, int) { return false; }  // see int16_avx2.hpp
+constexpr bool fuses_codes(int) { return false; }          // see int8_vnni.hpp
 inline constexpr int kRowSkew = 0;                        // see int16_avx2.hpp
 
 template <int kBits, int J>

@@ -39,6 +39,7 @@ constexpr int num_sums(int planes) { return planes; }          // accumulators p
 inline constexpr int kLongSpan = 0;                            // see int8_vnni.hpp
 inline constexpr int kHeaderBytes = kSigned ? 16 : 0;  // the size of the first sums of a group
 constexpr bool has_byte_step(int, int) { return false; }  // see int16_avx2.hpp
+constexpr bool fuses_codes(int) { return false; }          // see int8_vnni.hpp
 inline constexpr int kRowSkew = 0;                        // see int16_avx2.hpp
 // 18 accumulators, four registers of w, three of x and a mask. With eight rows, GCC 12 keeps
 // accumulators in memory.

@@ -17,7 +17,10 @@
 namespace mlxrunner::ISA {
 
 inline constexpr int kNumbersPerDot = 4;  // integers of a row per instruction
-constexpr int step_numbers(int bits) { return 32 / bits; }     // integers of a row per iteration
+// Whether codes of 5 and 6 bits are multiplied as they are stored (block_formats.hpp).
+constexpr bool fuses_codes(int bits) { return bits == 5 || bits == 6; }
+// integers of a row per iteration
+constexpr int step_numbers(int bits) { return bits == 5 ? 32 : bits == 6 ? 16 : 32 / bits; }
 constexpr int input_bytes(int, int planes) { return planes; }  // per integer of x
 constexpr int num_sums(int planes) { return planes; }          // accumulators per row of x
 inline constexpr int kHeaderBytes = 0;                         // see int8_neon.hpp
@@ -29,9 +32,24 @@ inline constexpr int kLongSpan = 64;
 inline constexpr int kLongSpan = 0;
 #endif
 
+// Moves the bits of a mask, of each byte, from `kFrom` to bit 4.
+template <int kFrom, int kMask>
+inline WordVector move_high_bits(const std::uint32_t* p) {
+  WordVector words = load_words(p);
+  if constexpr (kFrom < 4) words = _mm512_slli_epi32(words, 4 - kFrom);
+  else words = _mm512_srli_epi32(words, kFrom - 4);
+  return _mm512_and_si512(words, _mm512_set1_epi8(kMask << 4));
+}
+
 // the J-th four integers of each row, one byte each
 template <int kBits, int J>
 inline WordVector select_numbers(const std::uint32_t* p) {
+  if constexpr (kBits == 5)
+    return _mm512_or_si512(select_numbers<4, J % 2>(p + J / 2 * kPanelRows),
+                           move_high_bits<J, 1>(p + 4 * kPanelRows));
+  if constexpr (kBits == 6)
+    return _mm512_or_si512(select_numbers<4, J % 2>(p + J / 2 * kPanelRows),
+                           move_high_bits<2 * J, 3>(p + 2 * kPanelRows));
   const WordVector words = load_words(p);
   if constexpr (kBits == 8) return words;
   else

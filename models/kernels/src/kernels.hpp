@@ -13,15 +13,20 @@ namespace mlxrunner {
 inline constexpr std::int64_t kPanelRows = 16;
 
 // The format of a matrix. q4 and q8 are MLX's affine modes. They consist of packed words, and of a
-// scale and a bias for each group of a row. A weight is scale * integer + bias.
-enum class WeightFormat : std::uint8_t { f32, bf16, f16, q4, q8 };
+// scale and a bias for each group of a row. A weight is scale * integer + bias. The others are the
+// block types of GGUF (block_formats.hpp).
+enum class WeightFormat : std::uint8_t {
+  f32, bf16, f16, q4, q8,
+  ggml_q4_0, ggml_q4_1, ggml_q5_0, ggml_q5_1, ggml_q8_0, ggml_q2_k, ggml_q3_k, ggml_q4_k,
+  ggml_q5_k, ggml_q6_k, ggml_iq4_nl, ggml_iq4_xs, ggml_mxfp4
+};
 
 // The type of scales and biases.
 enum class ScaleType : std::uint8_t { f32, bf16, f16 };
 
 // A matrix [rows, width], stored as consecutive panels of sixteen rows (matmul_float.hpp,
-// matmul_quantized.hpp). If it is quantized, width is a multiple of `group` (32, 64 or 128).
-// Otherwise group is 0. planes: the number of signed bytes to which the product with a quantized
+// matmul_quantized.hpp, block_formats.hpp). If it is quantized, width is a multiple of `group` (16,
+// 32, 64 or 128). Otherwise group is 0. planes: the number of signed bytes to which the product with a quantized
 // matrix rounds an element of x, from 1 to 3.
 struct Matrix {
   WeightFormat format;
@@ -30,8 +35,8 @@ struct Matrix {
   std::int64_t rows, width;
   const void *data, *scales, *biases;
 
-  // always inlined, because a shared copy could be compiled for an instruction set that this
-  // machine lacks
+  // Must not be called for the block types of GGUF (block_row_bytes). It is always inlined, because
+  // a shared copy could be compiled for an instruction set that this machine lacks.
   [[gnu::always_inline]] std::int64_t row_bytes() const {
     switch (format) {
       case WeightFormat::f32:
@@ -43,8 +48,9 @@ struct Matrix {
         return width;
       case WeightFormat::q4:
         return width / 2;
+      default:
+        return 0;
     }
-    return 0;
   }
 };
 

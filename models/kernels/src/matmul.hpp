@@ -2,11 +2,13 @@
 //
 //   matmul_float.hpp      a matrix of float32, bfloat16 or float16
 //   matmul_quantized.hpp  a matrix of 4 or 8 bits
+//   matmul_blocks.hpp     a matrix with a block type of GGUF
 //
 // Every element of y is a sum in a fixed order. The order does not depend on the number of rows of
 // x, tiling or threads.
 #pragma once
 
+#include "matmul_blocks.hpp"
 #include "matmul_quantized.hpp"
 #include "matmul_float.hpp"
 
@@ -21,12 +23,14 @@ inline void add_bias(const float* bias, float* y, i64 ldy, i64 count, i64 begin,
 
 inline void matmul(const Matrix& w, PackedRows x, const float* bias, float* y, i64 ldy, i64 begin,
                    i64 end, float* scratch) {
-  if (is_quantized(w)) quantized_matmul(w, x, y, ldy, begin, end, scratch);
+  if (has_blocks(w.format)) block_matmul(w, x, y, ldy, begin, end, scratch);
+  else if (is_quantized(w)) quantized_matmul(w, x, y, ldy, begin, end, scratch);
   else float_matmul(w, x, y, ldy, begin, end, scratch);
   add_bias(bias, y, ldy, x.count, begin, end);
 }
 
 inline i64 matmul_scratch(const Matrix& w) {
+  if (has_blocks(w.format)) return block_scratch(w);
   if (w.rows % kPanelRows == 0) return 0;
   return is_quantized(w) ? quantized_scratch(w) : float_scratch(w);
 }
@@ -42,7 +46,8 @@ inline void pack_input(const Matrix& w, const float* x, i64 count, float* out, i
 }
 
 inline void dequantize_row(const Matrix& w, i64 n, float* out) {
-  if (is_quantized(w)) dequantize_affine_row(w, n, out);
+  if (has_blocks(w.format)) dequantize_block_row(w, n, out);
+  else if (is_quantized(w)) dequantize_affine_row(w, n, out);
   else convert_float_row(w, n, out);
 }
 

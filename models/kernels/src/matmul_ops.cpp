@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "block_formats.hpp"
+#include "block_repack.hpp"
 #include "isa_dispatch.hpp"
 #include "thread_pool.hpp"
 
@@ -18,6 +20,19 @@ constexpr std::int64_t kBytesPerTask = 1 << 18;
 struct ForPackedRows;
 struct ForRows;
 struct ForMatmul;
+
+// The size of a row and the number of rows in memory.
+std::int64_t stored_row_bytes(const Matrix& w) {
+  return has_blocks(w.format) ? block_row_bytes(w.format, w.width) : w.row_bytes();
+}
+std::int64_t stored_rows(const Matrix& w) {
+  return has_blocks(w.format) ? (w.rows + kPanelRows - 1) / kPanelRows * kPanelRows : w.rows;
+}
+
+void check_activations(int bits) {
+  if (bits != 8 && bits != 16 && bits != 24)
+    throw std::invalid_argument("activations must have 8, 16 or 24 bits");
+}
 
 ScaleType to_scale_type(const mx::array& a, const char* what) {
   if (a.dtype() == mx::float32) return ScaleType::f32;
@@ -107,7 +122,7 @@ class DequantizeRowsPrimitive : public CpuPrimitive {
 std::int64_t rows_per_task(const Matrix& w, std::int64_t count) {
   const std::int64_t threads = ThreadPool::shared().num_threads();
   if (count * w.rows * w.width < kMinParallelWork) return w.rows;
-  const std::int64_t rows_by_size = kBytesPerTask / std::max<std::int64_t>(1, w.row_bytes());
+  const std::int64_t rows_by_size = kBytesPerTask / std::max<std::int64_t>(1, stored_row_bytes(w));
   // with many rows of x, each row of w requires much work
   const std::int64_t rows =
       count > 8 ? w.rows / (8 * threads) : std::min(rows_by_size, w.rows / threads);
@@ -153,8 +168,7 @@ Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<
                std::optional<mx::array> bias, int group, int bits, int activations)
     : weight_(std::move(weight)), scales_(std::move(scales)), biases_(std::move(biases)),
       bias_(std::move(bias)), group_(group), planes_(activations / 8) {
-  if (activations != 8 && activations != 16 && activations != 24)
-    throw std::invalid_argument("activations must have 8, 16 or 24 bits");
+  check_activations(activations);
   const int axes = static_cast<int>(weight_.ndim());
   if (axes != 2 && axes != 3)
     throw std::invalid_argument("a matrix must have two axes, and a stack three");
@@ -188,6 +202,30 @@ Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<
     throw std::invalid_argument("a bias must be [out] of float32");
 }
 
+Matmul Matmul::from_blocks(mx::array panels, int type_id, int outputs, int inputs,
+                           std::optional<mx::array> bias, int activations) {
+  check_activations(activations);
+  Matmul made(std::move(panels));
+  made.format_ = parse_block_type(type_id);
+  const BlockFormat f = block_format(made.format_);
+  const int axes = static_cast<int>(made.weight_.ndim());
+  if (made.weight_.dtype() != mx::uint8 || (axes != 2 && axes != 3) || outputs < 1 || inputs < 1 ||
+      inputs % f.group || (f.scales >= BlockScales::k_pair && inputs % kChunkNumbers))
+    throw std::invalid_argument("blocks must be the result of repack_blocks");
+  mx::Shape outer(made.weight_.shape().begin(), made.weight_.shape().end() - 2);
+  mx::Shape expected = outer;
+  expected.push_back(static_cast<int>((outputs + kPanelRows - 1) / kPanelRows * kPanelRows));
+  expected.push_back(static_cast<int>(block_row_bytes(made.format_, inputs)));
+  if (made.weight_.shape() != expected)
+    throw std::invalid_argument("blocks must have the shape of repack_blocks for this matrix");
+  outer.push_back(outputs);
+  if (bias && (bias->dtype() != mx::float32 || bias->shape() != outer))
+    throw std::invalid_argument("a bias must be [out] of float32");
+  made.bias_ = std::move(bias), made.group_ = f.group, made.planes_ = activations / 8;
+  made.stacked_ = axes == 3 ? outer[0] : 0, made.outputs_ = outputs, made.inputs_ = inputs;
+  return made;
+}
+
 bool Matmul::has_same_format(const Matmul& other) const {
   return format_ == other.format_ && group_ == other.group_ && planes_ == other.planes_ &&
          stacked_ == other.stacked_ && outputs_ == other.outputs_ && inputs_ == other.inputs_;
@@ -207,7 +245,7 @@ Matrix Matmul::matrix(const std::vector<mx::array>& in, std::size_t first, int i
       throw std::runtime_error("a matrix must be stored row after row");
   Matrix w{format_, scale_type_, group_, planes_, outputs_, inputs_, in[first].data<char>(),
            nullptr, nullptr};
-  w.data = in[first].data<char>() + index * w.rows * w.row_bytes();
+  w.data = in[first].data<char>() + index * stored_rows(w) * stored_row_bytes(w);
   if (scales_) {
     const auto offset = index * w.rows * (w.width / group_) * mx::size_of(scales_->dtype());
     w.scales = in[first + 1].data<char>() + offset;

@@ -19,6 +19,11 @@ class Matmul {
   Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
          std::optional<mx::array> bias, int group, int bits, int activations);
 
+  // A matrix, or a stack of matrices, with a block type of GGUF. panels: the result of repack_blocks
+  // for matrices of [outputs, inputs] and this type.
+  static Matmul from_blocks(mx::array panels, int type_id, int outputs, int inputs,
+                            std::optional<mx::array> bias, int activations);
+
   // Maps x [..., in] to [..., out], in the type of x. The sums are float32.
   mx::array operator()(const mx::array& x) const;
 
@@ -50,11 +55,13 @@ class Matmul {
   const float* bias(const std::vector<mx::array>& arrays, std::size_t first) const;
 
  private:
+  explicit Matmul(mx::array weight) : weight_(std::move(weight)) {}
+
   mx::array weight_;
   std::optional<mx::array> scales_, biases_, bias_;
   WeightFormat format_;
   ScaleType scale_type_ = ScaleType::f32;
-  int group_, planes_, stacked_ = 0, outputs_, inputs_;
+  int group_ = 0, planes_ = 0, stacked_ = 0, outputs_ = 0, inputs_ = 0;
 };
 
 // Multiplies on the thread pool. x: contiguous rows [count, width].

@@ -26,12 +26,18 @@
 // narrower.
 #pragma once
 
+#include "block_formats.hpp"
 #include "panels.hpp"
 
 namespace mlxrunner::ISA {
 
 inline bool is_quantized(const Matrix& w) { return w.group != 0; }
-inline int weight_bits(const Matrix& w) { return w.format == WeightFormat::q4 ? 4 : 8; }
+// The bits of the integers that are multiplied. Those of block types may be stored in fewer bits.
+inline int weight_bits(const Matrix& w) {
+  if (!has_blocks(w.format)) return w.format == WeightFormat::q4 ? 4 : 8;
+  const BlockFormat f = block_format(w.format);
+  return f.low_bits == 4 && f.high_bits == 0 && !f.table ? 4 : 8;
+}
 
 // ---- x ---------------------------------------------------------------------------------------
 
@@ -218,24 +224,25 @@ MLXRUNNER_DOT_INLINE void dot_rows(Numbers numbers, const InputRows<M>& x,
   }
 }
 
-// Multiplies step_numbers integers of each row, from the J-th kNumbersPerDot on, by M rows of x.
-template <int kBits, int kPlanes, int kSpan, int J = 0, int C, int M>
+// Multiplies kStep integers of each row, from the J-th kNumbersPerDot on, by M rows of x.
+template <int kBits, int kPlanes, int kSpan, int kStep, int J = 0, int C, int M>
 MLXRUNNER_DOT_INLINE void dot_step(const std::uint32_t* words, const InputRows<M>& x,
                                    Sums<kPlanes> (&chains)[C][M]) {
   if constexpr (has_byte_step(kBits, kPlanes)) {
     add_byte_step<kPlanes>(words, x, chains[0]);
-  } else if constexpr (J * kNumbersPerDot < step_numbers(kBits)) {
+  } else if constexpr (J * kNumbersPerDot < kStep) {
     dot_rows<kSpan, J>(select_numbers<kBits, J>(words), x, chains[J % C]);
-    dot_step<kBits, kPlanes, kSpan, J + 1>(words, x, chains);
+    dot_step<kBits, kPlanes, kSpan, kStep, J + 1>(words, x, chains);
   }
 }
 
-// Computes the integer sums of one group, for kWordRows rows of a panel.
-template <int kBits, int kPlanes, int kSpan, int M>
+// Computes the integer sums of one group, for kWordRows rows of a panel. kStep: integers of a row
+// per iteration.
+template <int kBits, int kPlanes, int kSpan, int M, int kStep = step_numbers(kBits)>
 MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const std::int8_t* x,
                                      i64 stride, bool should_prefetch, Sums<kPlanes> (&out)[M]) {
   constexpr int C = num_chains(M), kSums = num_sums(kPlanes);
-  constexpr int kStep = step_numbers(kBits), kStepWords = kStep * kBits / 32;
+  constexpr int kStepWords = kStep * kBits / 32;
   constexpr i64 kStepBytes = kStep * (kSpan == kNumbersPerDot ? input_bytes(kBits, kPlanes) : 1);
   Sums<kPlanes> chains[C][M];
   MLXRUNNER_UNROLL
@@ -249,7 +256,7 @@ MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const
       for (int i = 0; i < kStepWords; i++)
         prefetch(reinterpret_cast<std::uintptr_t>(words + i * kPanelRows) + kPrefetchBytes);
     }
-    dot_step<kBits, kPlanes, kSpan>(words, rows, chains);
+    dot_step<kBits, kPlanes, kSpan, kStep>(words, rows, chains);
     rows.advance(kStepBytes);
     // the next integers are behind the other planes of this span
     if constexpr (kSpan != kNumbersPerDot)
@@ -262,6 +269,18 @@ MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const
     MLXRUNNER_UNROLL
     for (int c = 1; c < C; c++) sum = add_int(sum, chains[c][i / kSums].sums[i % kSums]);
   }
+}
+
+// The same for groups that may be shorter than an iteration.
+template <int kBits, int kPlanes, int kSpan, int M>
+MLXRUNNER_DOT_INLINE void dot_any_group(i64 group, const std::uint32_t* words, const std::int8_t* x,
+                                        i64 stride, bool should_prefetch, Sums<kPlanes> (&out)[M]) {
+  constexpr int kMinGroup = 16;
+  if constexpr (kBits == 8 && step_numbers(8) > kMinGroup)
+    if (group == kMinGroup)
+      return dot_group<kBits, kPlanes, kSpan, M, kMinGroup>(group, words, x, stride,
+                                                            should_prefetch, out);
+  dot_group<kBits, kPlanes, kSpan, M>(group, words, x, stride, should_prefetch, out);
 }
 
 // Multiplies a panel by M rows of x. out: [M, kPanelRows], whose rows are `ldo` apart. It is not
@@ -279,9 +298,9 @@ template <int kBits, int kPlanes, int kSpan, int M>
     const float* x_scales = x + input_floats(w);
     for (i64 g = 0; g < groups; g++, x_scales += 2) {
       Sums<kPlanes> int_sums[M];
-      dot_group<kBits, kPlanes, kSpan, M>(w.group, panel.words + g * words + first,
-                                          numbers + g * group_bytes(w.group, kBits, kPlanes),
-                                          4 * stride, first == 0, int_sums);
+      dot_any_group<kBits, kPlanes, kSpan, M>(w.group, panel.words + g * words + first,
+                                              numbers + g * group_bytes(w.group, kBits, kPlanes),
+                                              4 * stride, first == 0, int_sums);
       const SubVector scale = load_scales(panel.scales, w.scale_type, g * kPanelRows + first),
                       bias = load_scales(panel.biases, w.scale_type, g * kPanelRows + first);
       MLXRUNNER_UNROLL

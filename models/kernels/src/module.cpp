@@ -12,6 +12,7 @@
 
 #include "attention_job.hpp"
 #include "attention_ops.hpp"
+#include "block_repack.hpp"
 #include "blocks.hpp"
 #include "isa_dispatch.hpp"
 #include "heap.hpp"
@@ -264,7 +265,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 7;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 8;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(
@@ -282,6 +283,8 @@ NB_MODULE(_kernels, m) {
                     std::optional<mx::array>, int, int, int>(),
            "weight"_a, "scales"_a = nb::none(), "biases"_a = nb::none(), "bias"_a = nb::none(),
            nb::kw_only(), "group_size"_a = 0, "bits"_a = 0, "activations"_a = 24)
+      .def_static("from_blocks", &Matmul::from_blocks, "panels"_a, nb::kw_only(), "type_id"_a,
+                  "outputs"_a, "inputs"_a, "bias"_a = nb::none(), "activations"_a = 24)
       .def("__call__", &Matmul::operator(), "x"_a)
       .def("has_same_format", &Matmul::has_same_format, "other"_a)
       .def("multiply_by_tile_reference", &Matmul::multiply_by_tile_reference, "x"_a)
@@ -295,6 +298,7 @@ NB_MODULE(_kernels, m) {
       "activation"_a, "gate"_a, "up"_a, "x"_a);
 
   bind_sampling(m);
+  m.def("repack_blocks", &repack_blocks, "raw"_a, "type_id"_a);
   m.def("repack", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "undo"_a = false);
   bind_rowwise(m);
   bind_attention(m);

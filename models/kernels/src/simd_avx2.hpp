@@ -119,6 +119,19 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
 }
 inline SubVector multiply(SubVector a, SubVector b) { return _mm256_mul_ps(a, b); }
 inline void store_sub(float* p, SubVector a) { _mm256_storeu_ps(p, a); }
+// kWordRows bytes as numbers
+template <bool kSigned>
+inline SubVector load_bytes(const void* p) {
+  const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+}
+// replaces 64 bytes, all below 16, with table[byte]
+inline void look_up(const std::uint8_t* table, void* bytes) {
+  const __m256i entries =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  for (auto* at = static_cast<__m256i*>(bytes); at < static_cast<__m256i*>(bytes) + 2; at++)
+    _mm256_storeu_si256(at, _mm256_shuffle_epi8(entries, _mm256_loadu_si256(at)));
+}
 
 // Words of kWordRows rows, and sums of integers; see simd_avx512.hpp.
 using WordVector = __m256i;

@@ -88,6 +88,18 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
 }
 inline SubVector multiply(SubVector a, SubVector b) { return _mm512_mul_ps(a, b); }
 inline void store_sub(float* p, SubVector a) { _mm512_storeu_ps(p, a); }
+// kWordRows bytes as numbers
+template <bool kSigned>
+inline SubVector load_bytes(const void* p) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
+// replaces 64 bytes, all below 16, with table[byte]
+inline void look_up(const std::uint8_t* table, void* bytes) {
+  const __m512i entries =
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  _mm512_storeu_si512(bytes, _mm512_shuffle_epi8(entries, _mm512_loadu_si512(bytes)));
+}
 
 // Words of kWordRows rows, used as pairs of 16-bit integers (int16_dot.hpp), and sums of the
 // products of such pairs.

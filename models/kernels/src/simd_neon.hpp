@@ -147,6 +147,22 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
 }
 inline SubVector multiply(SubVector x, SubVector y) { return vmulq_f32(x, y); }
 inline void store_sub(float* p, SubVector x) { vst1q_f32(p, x); }
+// kWordRows bytes as numbers
+template <bool kSigned>
+inline SubVector load_bytes(const void* p) {
+  std::uint32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(word));
+  if constexpr (kSigned)
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(bytes)))));
+  else return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+}
+// replaces 64 bytes, all below 16, with table[byte]
+inline void look_up(const std::uint8_t* table, void* bytes) {
+  const uint8x16_t entries = vld1q_u8(table);
+  auto* at = static_cast<std::uint8_t*>(bytes);
+  for (int i = 0; i < 64; i += 16) vst1q_u8(at + i, vqtbl1q_u8(entries, vld1q_u8(at + i)));
+}
 
 inline constexpr int kWordRows = 4;  // see int16_neon.hpp and int8_neon.hpp
 

@@ -171,6 +171,22 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
 }
 inline SubVector multiply(SubVector a, SubVector b) { return a * b; }
 inline void store_sub(float* p, SubVector a) { __builtin_memcpy(p, &a, sizeof a); }
+// kWordRows bytes as numbers
+template <bool kSigned>
+inline SubVector load_bytes(const void* p) {
+  SubVector numbers;
+  for (int i = 0; i < 4; i++) {
+    const std::uint8_t byte = static_cast<const std::uint8_t*>(p)[i];
+    numbers[i] = kSigned ? static_cast<float>(static_cast<std::int8_t>(byte))
+                         : static_cast<float>(byte);
+  }
+  return numbers;
+}
+// replaces 64 bytes, all below 16, with table[byte]
+inline void look_up(const std::uint8_t* table, void* bytes) {
+  auto* at = static_cast<std::uint8_t*>(bytes);
+  for (int i = 0; i < 64; i++) at[i] = table[at[i]];
+}
 
 // Words of kWordRows rows, and sums of integer pairs; see simd_avx512.hpp.
 using WordVector = Bits;

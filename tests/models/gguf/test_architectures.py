@@ -6,11 +6,13 @@ from typing import Any
 
 import gguf
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from models import architectures
 from models.checkpoint_config import get_text_config
+from models.cpu_layout import apply_cpu_layout
 from models.gguf import reader
 from models.gguf.architectures import list_architectures, read_config
 from models.gguf.reader import GGUFError
@@ -119,10 +121,14 @@ def write_model(case: Case, folder: Path, **options: Any) -> tuple[Path, dict[st
     return folder / "model.gguf", weights
 
 
-def build(path: Path) -> Any:
+def build(path: Path, *, keep_blocks: bool = False) -> Any:
     file = reader.read(path)
     weights, unread = open_weights(file)
-    model = architectures.build(read_config(file), weights)
+    blocks = unread.blocks if keep_blocks else ()
+    model = architectures.build(read_config(file), weights, blocks=blocks)
+    if keep_blocks:
+        assert isinstance(model, nn.Module)
+        apply_cpu_layout(model)
     unread.read()
     return model
 
@@ -184,8 +190,9 @@ def test_quantized_weights_are_exact(tmp_path, case: Case):
         content[tensor.offset : tensor.offset + tensor.nbytes] = values_of_tensor
     plain.write_bytes(content)
     unread.read()
-    difference = parity.max_difference(logits(build(path), case), logits(model, case))
-    assert difference <= parity.tolerance(case)
+    for keep_blocks in (False, True):
+        found = logits(build(path, keep_blocks=keep_blocks), case)
+        assert parity.max_difference(found, logits(model, case)) <= parity.tolerance(case)
 
 
 def write_raw(path: Path, *entries: bytes) -> Path:

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "block_formats.hpp"
 #include "isa_dispatch.hpp"
 #include "guarded.hpp"
 #include "sample_edits.hpp"
@@ -39,12 +40,53 @@ void fill(Guarded<std::byte>& into, ScaleType type, Draw& draw) {
 
 std::size_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
 
+std::int64_t stored_bytes(const Matrix& w) {
+  if (!has_blocks(w.format)) return w.rows * w.row_bytes();
+  return (w.rows + kPanelRows - 1) / kPanelRows * kPanelRows * block_row_bytes(w.format, w.width);
+}
+
+// Fills panels of blocks with codes and small scales of any value, and numbers of usual sizes.
+void fill_blocks(const Matrix& w, Guarded<std::byte>& data, Draw& draw) {
+  for (std::size_t i = 0; i < data.size(); i++) data[i] = std::byte{draw.byte()};
+  const BlockFormat f = block_format(w.format);
+  std::byte* at = data.data();
+  const auto fill_halves = [&](std::int64_t bytes) {
+    for (std::int64_t i = 0; i < bytes; i += 2) {
+      const std::uint16_t x = half_of(ScaleType::f16, draw);
+      std::memcpy(at + i, &x, 2);
+    }
+  };
+  for (std::int64_t n = 0; n < w.rows; n += kPanelRows)
+    for (std::int64_t k = 0; k < w.width; k += kChunkNumbers) {
+      const ChunkParts parts = chunk_parts(f, std::min(w.width - k, kChunkNumbers));
+      at += parts.codes * kPanelRows;
+      if (f.scales == BlockScales::f16 || f.scales == BlockScales::f16_pair)
+        fill_halves(parts.scales * kPanelRows);
+      for (std::int64_t i = 0; f.scales == BlockScales::e8m0 && i < parts.scales * kPanelRows; i++)
+        at[i] = std::byte{static_cast<std::uint8_t>(draw.in(118, 126))};
+      at += parts.scales * kPanelRows;
+      fill_halves(parts.supers * kPanelRows);
+      at += parts.supers * kPanelRows;
+    }
+}
+
 // A matrix in read-only memory, followed by a guard page.
 struct Owned {
   Matrix w;
   Guarded<std::byte> data, scales, biases;
 
+  static Matrix draw_blocks(Draw& draw) {
+    Matrix w{};
+    w.format = static_cast<WeightFormat>(draw.in(static_cast<int>(WeightFormat::ggml_q4_0),
+                                                 static_cast<int>(WeightFormat::ggml_mxfp4)));
+    const BlockFormat f = block_format(w.format);
+    w.group = f.group, w.planes = draw.of({1, 2, 3});
+    w.rows = draw.in(1, 40);
+    w.width = f.scales >= BlockScales::k_pair ? 256 * draw.in(1, 4) : 32 * draw.in(1, 25);
+    return w;
+  }
   static Matrix draw_shape(Draw& draw) {
+    if (draw.in(0, 2) == 0) return draw_blocks(draw);
     Matrix w{};
     w.format = draw.of({WeightFormat::f32, WeightFormat::bf16, WeightFormat::f16, WeightFormat::q4,
                         WeightFormat::q8});
@@ -59,14 +101,16 @@ struct Owned {
     return w;
   }
   std::size_t groups() const {
-    return w.group ? static_cast<std::size_t>(w.rows * w.width / w.group) : 0;
+    const bool has_scales = w.group && !has_blocks(w.format);
+    return has_scales ? static_cast<std::size_t>(w.rows * w.width / w.group) : 0;
   }
 
   explicit Owned(Draw& draw)
-      : w(draw_shape(draw)), data(static_cast<std::size_t>(w.rows * w.row_bytes())),
+      : w(draw_shape(draw)), data(static_cast<std::size_t>(stored_bytes(w))),
         scales(groups() * bytes_of(w.scale_type)), biases(groups() * bytes_of(w.scale_type)) {
     w.data = data.data(), w.scales = scales.data(), w.biases = biases.data();
-    if (w.group)
+    if (has_blocks(w.format)) fill_blocks(w, data, draw);
+    else if (w.group)
       for (std::size_t i = 0; i < data.size(); i++) data[i] = std::byte{draw.byte()};
     else
       fill(data,
@@ -144,6 +188,13 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
     // values of x are rounded to integers, and the bias and numbers of a group can nearly cancel
     const double rounding = w.planes == 3 ? 0x1.1p-24 : w.planes == 2 ? 0x1.1p-16 : 0x1.1p-8;
     if (w.group) allowed += most * (whole * rounding + 0x1p-20);
+    // numbers of block types may be small differences of larger ones of the same group
+    for (std::size_t i = 0; has_blocks(w.format) && i < width; i++) {
+      const std::size_t from = i / 16 * 16;
+      const float largest = std::abs(*std::max_element(
+          &row[from], &row[from] + 16, [](float a, float b) { return std::abs(a) < std::abs(b); }));
+      allowed += most * largest * 32 * std::max(rounding, 0x1p-23);
+    }
     if (!(std::abs(alone[n] - sum) <= allowed)) fail("a product is wrong");
   }
   seen.see(y.data(), y.size());

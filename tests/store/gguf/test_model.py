@@ -13,6 +13,8 @@ from app.core.errors import AppError, ErrorKind
 from app.engine.weights import list_parameters, open_model, read_weights
 from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions
+from models import kernels
+from models.cpu_layout import is_batch_invariant
 from tests import tiny
 from tests.models.test_llama import logits
 from tests.store.gguf.files import write_tiny
@@ -76,6 +78,17 @@ def test_nothing_is_in_memory_before_the_weights_are_read(tmp_path: Path) -> Non
     assert mx.get_active_memory() - before < expected / 10
     read_weights(model, files.path, lambda percent, memory: None)
     assert mx.get_active_memory() - before >= expected
+
+
+@pytest.mark.skipif(kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}")
+def test_quantized_weights_take_the_memory_of_the_file(tmp_path: Path) -> None:
+    def choose_type(name: str) -> gguf.GGMLQuantizationType | None:
+        return None if "norm" in name else gguf.GGMLQuantizationType.Q4_0
+
+    path = write_tiny(tmp_path / "m.gguf", hidden_size=512, quantize=choose_type)
+    model = open_model(complete_config(store.resolve(str(path))), None)
+    assert sum(array.nbytes for array in list_parameters(model)) <= 1.05 * path.stat().st_size
+    assert is_batch_invariant(model)
 
 
 def test_a_split_model_is_named_by_any_of_its_files(tmp_path: Path) -> None:
