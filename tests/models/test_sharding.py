@@ -4,6 +4,7 @@ Ranks are threads, which synchronise in each all-reduce. The sharding is the sam
 machines (tests/test_distributed.py runs ranks as processes).
 """
 
+import importlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,8 +102,10 @@ def compute_logits(model: Model, case: Case) -> np.ndarray:
 
 
 def is_ours(case: Case) -> bool:
-    kind = get_text_config(case.config)["model_type"]
-    return find_spec(f"models.{checkpoint_config.ALIASES.get(kind, kind)}") is not None
+    kind = checkpoint_config.architecture_name(get_text_config(case.config))
+    # a module of this name may contain a layer only (mamba2)
+    module = find_spec(f"models.{kind}") and importlib.import_module(f"models.{kind}")
+    return hasattr(module, "Model")
 
 
 OURS = [case for case in cases() if is_ours(case)]

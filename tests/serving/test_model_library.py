@@ -258,7 +258,9 @@ def test_a_name_of_ollamas_library_is_pulled_and_requested_in_mlx_format(
 
 def test_a_pull_of_a_similar_name_suggests_names(use, hub: StandIn):  # noqa: F811
     async def body(library: InstalledModels, _: ModelRegistry) -> None:
-        with pytest.raises(AppError, match=r"did you mean gemma3, gemma3n, gemma4\? Or pull a repository"):
+        with pytest.raises(
+            AppError, match=r"did you mean gemma3, gemma3n, gemma4\? Or pull a repository"
+        ):
             await collect(library.pull("gema3"))
 
     use(body)
