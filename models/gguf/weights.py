@@ -18,9 +18,9 @@ import mlx.core as mx
 
 from models.base import ModelError
 from models.gguf.architectures import find_architecture, rename_tensors
-from models.gguf.blocks import dequantize, has_affine_packing, repack_affine
+from models.gguf.blocks import dequantize, repack_affine
 from models.gguf.ggml_types import GGMLType
-from models.gguf.layers import StoredBlocks
+from models.gguf.layers import StoredBlocks, choose_storage
 from models.gguf.metadata import Metadata
 from models.gguf.reader import GGUFFile, GGUFTensor
 
@@ -123,12 +123,16 @@ _ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 
 
 def _unpack(name: str, raw: mx.array, kind: GGMLType) -> Arrays:
-    """Returns the weight `name` and, if it is packed, its scales and biases."""
+    """Returns the weight `name` and, if it is packed, its scales and biases. This is the storage
+    without the kernels: `models.architectures.build` replaces it with the blocks."""
     if kind.is_plain:
         return {name: raw.view(_PLAIN_DTYPES[kind.name])}
     module, _, part = name.rpartition(".")
-    if part != "weight" or not has_affine_packing(kind.id):
-        return {name: dequantize(raw, kind.id)}
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    storage = choose_storage(kind.id, has_kernels=False, on_gpu=on_gpu)
+    if part != "weight" or storage != "affine":
+        array = dequantize(raw, kind.id)
+        return {name: array.astype(mx.bfloat16) if storage == "bfloat16" else array}
     packed = repack_affine(raw, kind.id)
     parts = {f"{module}.weight": packed.weight, f"{module}.scales": packed.scales}
     if packed.biases is not None:
