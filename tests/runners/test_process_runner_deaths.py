@@ -348,7 +348,7 @@ def test_output_without_a_logger_is_a_warning(
         "    logging.getLogger('x').info('fine\\n  more of it')\n"
         "    sys.stderr.write('terminating: no reason\\n  at 0x0\\n')\n"
         "    sys.exit(3)\n"
-        "worker.load = load\n"
+        "worker.load_engine = load\n"
     )
     caplog.set_level(logging.INFO)
 
