@@ -13,6 +13,7 @@ scope cost once. It starts a process if a case or one of these fixtures does.
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -119,9 +120,21 @@ def choose_integration(costs: Mapping[str, Cost], listed: Mapping[str, str]) -> 
 
 
 def exists(function: str) -> bool:
+    """Whether the file defines the function, or imports everything from a module that does. A state
+    machine of hypothesis has the function runTest of a class that is assigned."""
     path, _, name = function.partition("::")
     file = ROOT / path
-    return file.exists() and f"def {name.rpartition('::')[2]}(" in file.read_text("utf-8")
+    if not file.exists():
+        return False
+    text = file.read_text("utf-8")
+    owner, _, last = name.rpartition("::")
+    if last == "runTest":
+        return f"\n{owner} = " in text
+    modules = re.findall(r"^from (tests[\w.]*) import \*", text, re.MULTILINE)
+    files = [ROOT / f"{module.replace('.', '/')}.py" for module in modules]
+    return any(
+        f"def {last}(" in source for source in (text, *(f.read_text("utf-8") for f in files))
+    )
 
 
 def format_list(chosen: Mapping[str, str]) -> str:
