@@ -26,7 +26,7 @@ def report() -> str:
     threads = ops.num_threads()
     ops.set_num_threads(1)
     try:
-        lines = [_format_line(name, *found) for name, *found in _measure(ops)]
+        lines = [_format_line(*found) for found in _measure(ops)]
     finally:
         ops.set_num_threads(threads)
     rows = " | ".join(f"{count} rows" for count in CALLS)

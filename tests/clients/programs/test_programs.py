@@ -334,6 +334,8 @@ def build_environment(path: str, home: Path) -> Mapping[str, str]:
         **IDENTITY,
         "HTTP_PROXY": unreachable,
         "HTTPS_PROXY": unreachable,
+        # it prints errors into the answer if it cannot reach its server
+        "AIDER_ANALYTICS_DISABLE": "true",
     }
 
 
