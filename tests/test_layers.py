@@ -30,7 +30,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.store.gguf": frozenset(
         {
             "app.core",
-            "app.store.digests",
+            "app.store.cache_folder",
             "app.store.lm_studio",
             "models.gguf.architectures",
             "models.gguf.metadata",

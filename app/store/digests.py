@@ -9,9 +9,6 @@ hashlib releases the GIL, so several threads hash at the speed of the disk.
 import contextlib
 import hashlib
 import logging
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +18,7 @@ import orjson
 
 from app.core.errors import AppError, ErrorKind
 from app.core.units import format_bytes
+from app.store.cache_folder import app_cache_folder, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -102,20 +100,9 @@ class DigestCache:
         return cast(dict[str, list[int]], parsed) if isinstance(parsed, dict) else {}
 
     def _write(self, verified: Mapping[str, Any]) -> None:
-        """Writes the cache atomically, because another process may be reading it."""
+        """Writes the cache. Without it, files are verified again."""
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as file:
-                file.write(orjson.dumps(verified))
-            os.replace(file.name, self._path)
-
-
-def app_cache_folder() -> Path:
-    """Returns the cache folder of this program. Users may delete this folder at any time."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "mlxrunner"
-    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path.home() / usual / "mlxrunner"
+            replace_file(self._path, orjson.dumps(verified))
 
 
 def _fingerprint(path: Path) -> list[int]:

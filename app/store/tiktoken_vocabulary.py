@@ -14,17 +14,14 @@ special tokens.
 import base64
 import binascii
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 
-from app.core.errors import AppError, ErrorKind
+from app.store.cache_folder import cache_tokenizer
 from app.store.config_files import is_regular_file, unreadable_error
-from app.store.digests import app_cache_folder
 
 FILE_NAME = "tiktoken.model"
 
@@ -72,23 +69,9 @@ def write_tokenizer(path: Path, tokenizer_config: Mapping[str, Any]) -> Path:
     special = tokenizer_config.get("added_tokens_decoder")
     key = [_VERSION.encode(), content, orjson.dumps(special, option=orjson.OPT_SORT_KEYS)]
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in key)).hexdigest()
-    target = app_cache_folder() / "tiktoken" / digest[:32] / "tokenizer.json"
-    if target.is_file():
-        return target
-    built = orjson.dumps(build_tokenizer(path, content, tokenizer_config))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # another process may read it
-        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            file.write(built)
-        os.replace(file.name, target)
-    except OSError as error:
-        raise AppError(
-            ErrorKind.MODEL_FILES,
-            f"the tokenizer of {path} cannot be written to {target}: {error.strerror or error}; "
-            "set XDG_CACHE_HOME to a writable folder",
-        ) from error
-    return target
+    return cache_tokenizer(
+        "tiktoken", digest, path, lambda: build_tokenizer(path, content, tokenizer_config)
+    )
 
 
 def build_tokenizer(

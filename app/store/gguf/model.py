@@ -8,18 +8,14 @@ that uses it reads that format.
 """
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
-from app.store.digests import app_cache_folder
+from app.store.cache_folder import cache_tokenizer
 from app.store.gguf.errors import to_app_error
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
@@ -162,20 +158,6 @@ def _write_tokenizer(vocabulary: Vocabulary) -> Path:
     """Returns the path of the tokenizer.json. It is built if the cache does not have it yet."""
     version = f"{_TOKENIZER_VERSION} {vocabulary.file.header_digest}"
     digest = hashlib.sha256(version.encode()).hexdigest()
-    path = app_cache_folder() / "gguf" / digest[:32] / "tokenizer.json"
-    if path.is_file():
-        return path
-    content = orjson.dumps(build_tokenizer(vocabulary))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # another process may read it
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as target:
-            target.write(content)
-        os.replace(target.name, path)
-    except OSError as error:
-        raise AppError(
-            ErrorKind.MODEL_FILES,
-            f"the tokenizer of {vocabulary.file.path} cannot be written to {path}: "
-            f"{error.strerror or error}; set XDG_CACHE_HOME to a writable folder",
-        ) from error
-    return path
+    return cache_tokenizer(
+        "gguf", digest, vocabulary.file.path, lambda: build_tokenizer(vocabulary)
+    )
