@@ -9,10 +9,10 @@ Wire format: OpenAI's API reference, "Create embeddings".
 
 import base64
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import orjson
 from starlette.routing import Route
@@ -28,7 +28,7 @@ from app.api.fields import (
 )
 from app.api.generate_endpoint import resolve_requested
 from app.api.openai.request import get_keep_alive
-from app.api.schema.decode import BodyDecoder, decode_json, require
+from app.api.schema.decode import decode_json, require
 from app.api.schema.embeddings import (
     EMBEDDING,
     NATIVE_EMBEDDING,
@@ -58,22 +58,39 @@ class ParsedEmbedRequest:
     encoding: Encoding
 
 
+class HasEmbedRequest(Protocol):
+    """A parsed body."""
+
+    @property
+    def request(self) -> EmbedRequest: ...
+
+
+Parsed = TypeVar("Parsed", bound=HasEmbedRequest)
+
+
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    return [Route("/v1/embeddings", EmbedEndpoint(generate, models, bodies), methods=["POST"])]
+    endpoint = EmbedEndpoint(
+        generate, models, bodies, parse=parse_embeddings, render=render_embeddings
+    )
+    return [Route("/v1/embeddings", endpoint, methods=["POST"])]
 
 
-class EmbedEndpoint:
-    """An ASGI application for the endpoint. It cancels the request when the client disconnects.
-    native: whether requests and responses have llama.cpp's own format."""
+class EmbedEndpoint(Generic[Parsed]):
+    """An ASGI application for one route. It cancels the request when the client disconnects.
+    parse: converts a body, with the name of the model. render: builds the response."""
 
     def __init__(
-        self, generate: Generate, models: Models, bodies: RequestBodies, *, native: bool = False
+        self,
+        generate: Generate,
+        models: Models,
+        bodies: RequestBodies,
+        *,
+        parse: Callable[[bytearray, str], Parsed],
+        render: Callable[[Parsed, Embeddings], object],
     ) -> None:
-        decoder = NATIVE_EMBEDDING if native else EMBEDDING
-        self._parse = partial(parse_embeddings, decoder=decoder)
-        self._render = render_native_embeddings if native else render_embeddings
+        self._parse, self._render = parse, render
         self._generate = generate
         self._models = models
         self._bodies = bodies
@@ -97,11 +114,17 @@ class EmbedEndpoint:
             await cancel_on_disconnect(receive, send, exchange)
 
 
-def parse_embeddings(
-    data: bytes | bytearray, model: str, decoder: BodyDecoder[EmbeddingBody] = EMBEDDING
-) -> ParsedEmbedRequest:
+def parse_embeddings(data: bytes | bytearray, model: str) -> ParsedEmbedRequest:
     """Parses the body of POST /v1/embeddings. Raises AppError(INVALID) for an invalid request."""
-    body = decoder.decode(data)
+    return _build_request(EMBEDDING.decode(data), model)
+
+
+def parse_native_embeddings(data: bytes | bytearray, model: str) -> ParsedEmbedRequest:
+    """Like `parse_embeddings`, for llama.cpp's own format."""
+    return _build_request(NATIVE_EMBEDDING.decode(data), model)
+
+
+def _build_request(body: EmbeddingBody, model: str) -> ParsedEmbedRequest:
     value = decode_json(body.input)
     if value is None and isinstance(body, NativeEmbeddingBody):
         value = decode_json(body.content)

@@ -9,24 +9,20 @@ long for the model is ignored, as with Cohere.
 """
 
 from array import array
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from uuid import uuid4
 
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
+from app.api.embeddings import EmbedEndpoint
 from app.api.fields import invalid_request, quote_value
-from app.api.generate_endpoint import resolve_requested
 from app.api.openai.request import get_keep_alive
 from app.api.schema.embeddings import RERANK, RerankBody
 from app.core.ports import Generate, Models
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest
 from app.core.settings import Settings
-from app.http.auth import get_caller, is_admin
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject
-from app.http.streaming import cancel_on_disconnect, send_json
 
 # the limit of Cohere's API
 MAX_DOCUMENTS = 1000
@@ -48,31 +44,8 @@ class ParsedRerankRequest:
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    endpoint = RerankEndpoint(generate, models, bodies)
+    endpoint = EmbedEndpoint(generate, models, bodies, parse=parse_ranking, render=render_ranking)
     return [Route(path, endpoint, methods=["POST"]) for path in PATHS]
-
-
-class RerankEndpoint:
-    """An ASGI application for the endpoint. It cancels the request when the client disconnects."""
-
-    def __init__(self, generate: Generate, models: Models, bodies: RequestBodies) -> None:
-        self._generate = generate
-        self._models = models
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.receive_json(scope, receive) as body:
-
-            async def exchange(send: Send) -> None:
-                model, parsed = await body.read(
-                    partial(resolve_requested, self._models),
-                    lambda data, model: (model, parse_ranking(data, model.card.id)),
-                )
-                request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
-                found = await self._generate.embed(request, model)
-                await send_json(render_ranking(parsed, found), scope, send)
-
-            await cancel_on_disconnect(receive, send, exchange)
 
 
 def parse_ranking(data: bytes | bytearray, model: str) -> ParsedRerankRequest:

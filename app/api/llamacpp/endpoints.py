@@ -20,7 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from app.api.embeddings import EmbedEndpoint
+from app.api.embeddings import (
+    EmbedEndpoint,
+    parse_native_embeddings,
+    render_native_embeddings,
+)
 from app.api.fields import invalid_request
 from app.api.generate_endpoint import (
     EventStream,
@@ -59,7 +63,9 @@ def routes(
     responder = GenerateResponder(generate, settings, bodies)
     complete = _NativeEndpoint(_parse_any_completion, models, responder, bodies)
     infill = _NativeEndpoint(parse_infill, models, responder, bodies)
-    embed = EmbedEndpoint(generate, models, bodies, native=True)
+    embed = EmbedEndpoint(
+        generate, models, bodies, parse=parse_native_embeddings, render=render_native_embeddings
+    )
     api = _ServerApi(models, settings, bodies)
     return [
         Route("/completion", complete, methods=["POST"]),
