@@ -43,10 +43,11 @@ class TensorError(ModelError):
 class ModelInfo:
     """The properties of a model that a server needs before it builds the model. context_length: the
     number of positions that the model was trained for. vocab_size: the size of its output layer. A
-    tokenizer may have fewer tokens."""
+    tokenizer may have fewer tokens. num_scores: see `models.encoder.Encoder`."""
 
     context_length: int
     vocab_size: int
+    num_scores: int = 0
 
 
 def read_info(config: Mapping[str, Any]) -> ModelInfo:
@@ -55,7 +56,11 @@ def read_info(config: Mapping[str, Any]) -> ModelInfo:
     whole, config = config, get_text_config(config)
     check_quant_method(config)
     read = _find_architecture(config, whole).Config.from_dict(config)
-    return ModelInfo(context_length=read.max_position_embeddings, vocab_size=read.vocab_size)
+    return ModelInfo(
+        context_length=read.max_position_embeddings,
+        vocab_size=read.vocab_size,
+        num_scores=getattr(read, "num_scores", 0),
+    )
 
 
 def build(

@@ -75,7 +75,6 @@ class Capacity:
     can be resumed only at checkpoints. backend: the compute backend; None if unknown. kv_dtype: the
     type of the keys and values in KV caches, such as "bfloat16"; None without attention layers.
     wirable: the maximum number of bytes that the engine wires; 0 if the device cannot wire memory.
-    num_scores: the number of scores of a model with a classification head, or 0.
     """
 
     parallel: int
@@ -88,7 +87,6 @@ class Capacity:
     backend: ComputeBackend | None = None
     kv_dtype: str | None = None
     wirable: int = 0
-    num_scores: int = 0
 
 
 # empty: no cached sequence begins with the same tokens · diverged: the next tokens differ ·

@@ -54,7 +54,8 @@ class ModelFiles:
     added_tokens: the tokens of other files that are missing in tokenizer.json.
     weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
     shard is replaced. is_encoder: whether the model computes hidden states only, and generates no
-    text; set by `app.engine.model_info.complete_config`.
+    text. num_scores: the number of scores of its classification head, or 0. Both are set by
+    `app.engine.model_info.complete_config`.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ModelFiles:
     weight_bytes: int = 0
     weights_digest: str = ""
     is_encoder: bool = False
+    num_scores: int = 0
 
     def read_tokenizer(self) -> str:
         """Returns the text of tokenizer.json with `added_tokens`. Raises OSError and ValueError for

@@ -73,7 +73,6 @@ class EncoderLoop:
             hidden_size=head.size,
             needs_checkpoints=False,
             backend=detect_backend(get_activation_bits(model)),
-            num_scores=model.num_scores,
         )
         self._model = model
         self._head = head

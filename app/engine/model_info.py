@@ -44,7 +44,7 @@ def complete_config(files: ModelFiles) -> ModelFiles:
         "max_position_embeddings": facts.context_length,
         "vocab_size": facts.vocab_size,
     }
-    return replace(files, config=config, is_encoder=is_encoder(config))
+    return replace(files, config=config, is_encoder=is_encoder(config), num_scores=facts.num_scores)
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:

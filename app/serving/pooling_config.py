@@ -69,19 +69,11 @@ def read_pooling_config(files: ModelFiles) -> PoolingConfig:
 def find_rank_method(files: ModelFiles) -> RankMethod | None:
     """Returns how the model scores a document for a query, or None if it was not trained for that.
     Sources: sentence-transformers' CrossEncoder; Zhang et al. 2025 (arXiv:2506.05176) for Qwen3."""
-    listed: Any = files.config.get("architectures")
-    architectures = cast(list[Any], listed if isinstance(listed, list) else [])
-    scores = any(str(name).endswith("ForSequenceClassification") for name in architectures)
     if files.is_encoder:
-        return "classifier" if scores and _count_labels(files.config) == 1 else None
+        return "classifier" if files.num_scores == 1 else None
     if files.config.get("model_type") == "qwen3" and _RERANKER_NAME in files.name.lower():
         return "yes_no"
     return None
-
-
-def _count_labels(config: Mapping[str, Any]) -> int:
-    labels: Any = config.get("id2label") or config.get("num_labels")
-    return len(cast(dict[str, Any], labels)) if isinstance(labels, dict) else int(labels or 2)
 
 
 def _parse_pooling(config: Mapping[str, Any], *, encoder: bool) -> PoolingConfig:

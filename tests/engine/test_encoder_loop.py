@@ -125,8 +125,9 @@ def test_a_failing_input_ends_only_its_own_job(
 
 
 def test_a_reranker_scores_pairs_with_their_segments(tmp_path: Path) -> None:
-    loop = open_loop(tiny_encoder.write(tmp_path / "m", "bert-reranker"))
-    assert loop.capacity.num_scores == 1
+    folder = tiny_encoder.write(tmp_path / "m", "bert-reranker")
+    assert complete_config(store.resolve(str(folder))).num_scores == 1
+    loop = open_loop(folder)
     pairs = [[1, 5, 6, 2, 7, 2], [1, 5, 6, 2, 9, 9, 9, 2]]
     loop.embed(make_job("a", pairs, "rank", first_segments=(4, 4)))
     loop.embed(make_job("b", [pairs[1]], "rank", first_segments=(4,)))

@@ -1,5 +1,6 @@
 """How a model's files say that it ranks documents."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ def test_an_encoder_with_one_score_ranks_documents(
 ) -> None:
     folder = tiny_encoder.write(tmp_path / "m", name)
     assert find_rank_method(complete_config(store.resolve(str(folder)))) == expected
+
+
+def test_a_head_that_the_architecture_does_not_have_ranks_nothing(tmp_path: Path) -> None:
+    folder = tiny_encoder.write(tmp_path / "m", "nomic-bert")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["NomicBertForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert find_rank_method(complete_config(store.resolve(str(folder)))) is None
 
 
 @pytest.mark.parametrize(
