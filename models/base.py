@@ -70,10 +70,13 @@ class Model(Protocol):
     and in a batch, and for every split of the prompt into chunks, provided that each operation is
     batch-invariant (`models.cpu_layout`). It is False if the model chooses between two equivalent
     computations based on the number of positions.
+    selects_logits: whether `__call__` returns logits, and only those of the selected positions, so
+    that a selection saves work on every device.
     kv_dtype: the type of the caches that `make_kv` returns, see `models.kv.set_kv_dtype`.
     """
 
     batch_invariant: ClassVar[bool]
+    selects_logits: ClassVar[bool]
     kv_dtype: mx.Dtype | None
 
     def __call__(

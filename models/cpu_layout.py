@@ -139,6 +139,13 @@ def _override_method(module: nn.Module, method: str, operation: Any) -> None:
         setattr(module, method, operation)
 
 
+def restore_methods(module: nn.Module) -> None:
+    """Undoes `_override_method` for all methods of a module, such as a copy whose children are
+    replaced: a fused operation knows only the children that the module had."""
+    for name in [name for name in vars(module) if callable(getattr(type(module), name, None))]:
+        delattr(module, name)
+
+
 def _to_float32(module: Any) -> None:
     """Converts the module's own arrays, but not the arrays of its children."""
     for name, array in list(module.items()):

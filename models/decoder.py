@@ -161,6 +161,7 @@ class CausalLM(nn.Module):
     """The part of `models.base.Model` that does not depend on the type of block."""
 
     batch_invariant: ClassVar[bool] = True
+    selects_logits: ClassVar[bool] = False
 
     def __init__(self, config: Config, backbone: Backbone) -> None:
         super().__init__()

@@ -40,6 +40,7 @@ class Encoder(nn.Module):
     """
 
     batch_invariant: ClassVar[bool] = True
+    selects_logits: ClassVar[bool] = False
 
     def __init__(self, num_scores: int = 0) -> None:
         super().__init__()

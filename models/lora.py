@@ -13,7 +13,7 @@ unused row is not touched, so a row has the same bits alone and in a batch with 
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,8 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import Model, ModelError
-from models.cpu_layout import to_cpu_layer
+from models.cpu_layout import restore_methods, to_cpu_layer
 from models.multimodal import strip_text_prefix
+from models.quant import replace_leaves
 
 # The kernels multiply blocks of this number of rows of a weight.
 _RANK_STEP = 16
@@ -33,10 +34,6 @@ _MAX_RANK = 4096
 # The names of both factors of a layer: PEFT's [r, in] and [out, r], mlx-lm's [in, r] and [r, out].
 _PEFT_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MLX_NAME = re.compile(r"(.+)\.lora_([ab])")
-
-# The methods of blocks that models/cpu_layout.py replaces with fused operations, which know only
-# the layers of the model.
-_FUSED_METHODS = ("gate_up", "attention_residual", "mlp_residual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +175,7 @@ class _Changes:
 
     def __init__(self) -> None:
         self.by_adapter: dict[int, _Change] = {}
+        self.num_calls = 0  # of the layer
 
 
 class LoraLinear(nn.Module):
@@ -189,6 +187,7 @@ class LoraLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Maps [B, L, in] to [B, L, out]."""
+        self._changes.num_calls += 1
         y: mx.array = self._base(x)
         for adapter, rows in self._rows.groups:
             change = self._changes.by_adapter.get(adapter)
@@ -221,13 +220,39 @@ class AdaptedModel:
 
     def add(self, weights: LoraWeights) -> int:
         """Adds an adapter and returns its index, which is never used again. Raises ModelError if
-        the model lacks one of its layers, or a layer has another shape; then nothing changes."""
+        the model lacks one of its layers, does not call it, or it has another shape; then no row
+        can use the adapter."""
+        modules = dict(cast(nn.Module, self._base).named_modules())
         for name, factors in weights.items():
-            _check_layer(self._base, name, factors)
+            _check_layer(modules.get(name), name, factors)
+        self._wrap(weights.keys() - self._changes.keys())
         index, self._next = self._next, self._next + 1
         for name, factors in weights.items():
-            self._changes_of(name).by_adapter[index] = _Change.create(factors)
+            self._changes[name].by_adapter[index] = _Change.create(factors)
+        try:
+            self._check_called(weights)
+        except ModelError:
+            self.remove(index)
+            raise
         return index
+
+    def _check_called(self, names: Iterable[str]) -> None:
+        """Raises ModelError unless a prompt and a decode step call each of these layers. Otherwise
+        the model uses a weight directly, without the adapter. Nothing is evaluated."""
+        self._rows.select([None])
+        for length in (2, 1):
+            before = {name: self._changes[name].num_calls for name in names}
+            kv = self.model.make_kv()
+            try:
+                self.model.logits(self.model(mx.zeros((1, length), mx.int32), kv))
+            except AttributeError as error:  # of the weight of a wrapped layer
+                raise ModelError(f"the model does not support this adapter: {error}") from error
+            for name, count in before.items():
+                if self._changes[name].num_calls == count:
+                    raise ModelError(
+                        f"the adapter changes {name}, whose weight the model uses directly: an "
+                        "adapter of this layer is not supported"
+                    )
 
     def remove(self, adapter: int) -> None:
         """Removes an adapter that no row uses."""
@@ -239,18 +264,20 @@ class AdaptedModel:
         found = [changes.by_adapter.get(adapter) for changes in self._changes.values()]
         return [layer["weight"] for change in found if change for layer in (change.a, change.b)]
 
-    def _changes_of(self, name: str) -> _Changes:
-        """Returns the changes of a layer, which is wrapped when the first adapter changes it."""
-        if name not in self._changes:
-            path, _, last = name.rpartition(".")
-            parent = _find_module(self.model, path)
+    def _wrap(self, names: Set[str]) -> None:
+        """Wraps layers, each before the first adapter changes it."""
+
+        def wrap(name: str, layer: Any) -> Any:
+            if name not in names:
+                return layer
             changes = self._changes[name] = _Changes()
-            parent[last] = LoraLinear(parent[last], self._rows, changes)
-        return self._changes[name]
+            return LoraLinear(layer, self._rows, changes)
+
+        replace_leaves(cast(nn.Module, self.model), wrap)
 
 
-def _check_layer(model: Model, name: str, factors: LoraFactors) -> None:
-    layer: Any = _find_module(model, name)
+def _check_layer(layer: Any, name: str, factors: LoraFactors) -> None:
+    """layer: the model's layer of that name, or None."""
     if not isinstance(layer, nn.Linear | nn.QuantizedLinear):
         raise ModelError(
             f"the adapter changes {name}, which is not a linear layer of the model: use an adapter "
@@ -271,18 +298,6 @@ def _linear_shape(layer: Any) -> tuple[int, int]:
     return outputs, columns * 32 // layer.bits if "scales" in layer else columns
 
 
-def _find_module(root: Any, path: str) -> Any:
-    """Returns the module with that name, or None. An empty path is the root."""
-    found = root
-    for part in path.split(".") if path else ():
-        if isinstance(found, list):
-            children = cast(list[Any], found)
-            found = children[int(part)] if part.isdigit() and int(part) < len(children) else None
-        else:
-            found = found.get(part) if isinstance(found, dict) else None
-    return found
-
-
 def _copy_modules(module: Any) -> Any:
     """Copies a tree of modules without its arrays, and without fused operations. Layers without
     children are not copied."""
@@ -290,8 +305,7 @@ def _copy_modules(module: Any) -> Any:
         if not module.children():
             return module
         copied = copy.copy(module)
-        for name in _FUSED_METHODS:
-            vars(copied).pop(name, None)
+        restore_methods(copied)
         for name, child in module.items():
             copied[name] = _copy_modules(child)
         return copied

@@ -162,7 +162,10 @@ class Loop:
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """Adds a job to the queue. The loop owns `matcher`, the compiled grammar of the job."""
-        salt = self._adapters.salt(job.adapter) if job.adapter and self._adapters else 0
+        salt = 0
+        if job.adapter:
+            assert self._adapters is not None, "the model has no adapters"
+            salt = self._adapters.salt(job.adapter)
         self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher, cache_salt=salt))
 
     def embed(self, job: EmbedJob) -> None:

@@ -278,18 +278,17 @@ class ModelRunner:
     ) -> mx.array:
         """Returns the selected hidden states. rows: see `_select_model`."""
         model = self._select_model(rows)
-        if self._selects or getattr(model, "selects_logits", False):
+        if self._selects or model.selects_logits:
             return model(tokens, kv, select)
         return select(model(tokens, kv))
 
     def _select_model(self, rows: Ids[Sequence]) -> Model:
         """Returns the model for a forward pass of these sequences, one per row. Without adapters,
         this is the model itself."""
-        names = [sequence.job.adapter for sequence in rows]
-        if not any(names):
+        if self._adapters is None:
             return self._model
-        assert self._adapters is not None, "a job with an adapter that the model does not have"
-        return self._adapters.select(names)
+        names = [sequence.job.adapter for sequence in rows]
+        return self._adapters.select(names) if any(names) else self._model
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
         """Computes the log probabilities of the next prompt tokens.
@@ -305,7 +304,7 @@ class ModelRunner:
             return
         assert job.prompt_logprobs is not None
         sequence.prompt_logprobs += compute_prompt_logprobs(
-            self._model,
+            self._select_model([sequence]),
             hidden[begin - first : end - first],
             job.prompt_token_ids[begin + 1 : end + 1],
             vocab=self._vocab,
@@ -314,7 +313,7 @@ class ModelRunner:
 
     def _last_logits(self, sequences: Ids[Sequence], hidden: mx.array) -> BatchLogits:
         """Computes the logits of the last position. The shape of `hidden` is [B, L, D]."""
-        return _make_logits(sequences, self._model.logits(hidden[:, -1]))
+        return _make_logits(sequences, self._select_model(sequences).logits(hidden[:, -1]))
 
     def _sampler_batch_for(self, members: tuple[Sequence, ...]) -> SamplerBatch:
         if self._sampler_batch is None or members != self._members:

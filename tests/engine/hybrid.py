@@ -58,6 +58,7 @@ class Recur(nn.Module):
 
 class Model(nn.Module):
     batch_invariant: ClassVar[bool] = False
+    selects_logits: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0, kinds: str = "kwr") -> None:
         """kinds: k for full attention, w for windowed, r for recurrent; one letter a layer."""

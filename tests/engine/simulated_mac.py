@@ -222,6 +222,7 @@ class SimulatedModel(nn.Module):
     """Extends the caches, and always predicts token 0."""
 
     batch_invariant: ClassVar[bool] = False
+    selects_logits: ClassVar[bool] = False
 
     def __init__(self, metal: FakeMetal, *, weights: int, layers: int, position_bytes: int) -> None:
         super().__init__()

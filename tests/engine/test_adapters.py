@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import AdapterSettings
 from app.engine.adapters import Adapters, read_adapter
 from app.engine.loop import Loop
+from tests import tiny
 from tests.engine.harness import Outcome, job, make_loop, run, run_one, token_bits
 from tests.models.test_lora import ADAPTERS, build
 
@@ -64,6 +66,33 @@ def test_mixed_requests_have_the_bits_that_they_have_alone(make: Any) -> None:
     found = run(make(running=16, policy="radix", chunk=16), *jobs)
     for name, outcome in found.items():
         assert token_bits(outcome) == alone[name.partition("-")[0]], name
+
+
+def test_an_adapter_of_the_output_layer_changes_the_tokens(tmp_path: Path) -> None:
+    model = build()
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 1}')
+    rng = np.random.default_rng(4)
+    width, vocab = tiny.CONFIG["hidden_size"], tiny.VOCAB
+    factors = {"A": (2, width), "B": (vocab, 2)}
+    tensors = {
+        f"lm_head.lora_{name}.weight": mx.array(rng.standard_normal(shape).astype(np.float32))
+        for name, shape in factors.items()
+    }
+    mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
+    adapters = Adapters(model, [AdapterSettings(name="head", path=str(tmp_path))])
+    loop = make_loop(model, adapters=adapters, running=2, policy="radix")
+    found = run(
+        loop,
+        job("a", PROMPT, adapter="head", prompt_logprobs=0),
+        job("b", PROMPT, prompt_logprobs=0),
+    )
+    assert token_bits(found["b"]) == token_bits(run_alone_without_adapters(model))
+    assert [token.id for token in found["a"].tokens] != [token.id for token in found["b"].tokens]
+    assert found["a"].scores != found["b"].scores
+
+
+def run_alone_without_adapters(model: Any) -> Outcome:
+    return run_one(make_loop(model), job("alone", PROMPT))
 
 
 @pytest.mark.parametrize("policy", ["radix", "slots", "single"])

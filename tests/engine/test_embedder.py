@@ -119,6 +119,7 @@ class RecordingModel:
     """A model that records the shapes of its calls."""
 
     batch_invariant: ClassVar[bool] = False
+    selects_logits: ClassVar[bool] = False
 
     def __init__(self, model: Model) -> None:
         self._model: Any = model

@@ -1,10 +1,12 @@
 """Adapters: their formats, the sum with the model's layers, and that a row has the same bits in
 every batch."""
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,8 @@ from models.base import Model, ModelError
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from models.lora import AdaptedModel, LoraFactors, read_lora_weights
 from tests import tiny
+from tests.models import parity
+from tests.models.architectures import Case, build_untrained, cases
 
 PEFT: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 MLX: dict[str, Any] = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 3.0}}
@@ -78,6 +82,60 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(rows: list[int | None]) ->
         adapted.select([adapter])
         alone = compute_logits(base if adapter is None else adapted.model)
         assert mx.array_equal(together[row], alone[0])
+
+
+ONE_CASE_EACH = list({case.config["model_type"]: case for case in reversed(cases())}.values())
+
+
+@pytest.mark.parametrize("case", ONE_CASE_EACH, ids=lambda case: case.id)
+def test_every_layer_of_every_architecture_is_changed_or_rejected(case: Case) -> None:
+    """A fused operation, or a model that uses a weight directly, must not ignore an adapter."""
+    base, merged = (draw_model(case) for _ in range(2))
+    linear = {name: one for name, one in merged.named_modules() if type(one) is nn.Linear}
+    apply_cpu_layout(base)
+    adapted = AdaptedModel(base)
+    changes = {name: draw_factors(one, name) for name, one in linear.items()}
+    for name in list(changes):
+        try:
+            adapted.remove(adapted.add({name: changes[name]}))
+        except ModelError:
+            del changes[name]
+            # a layer that is wrapped stays wrapped, which models that use its weight do not support
+            adapted = AdaptedModel(base)
+    # all but the indexer of DeepSeek V3.2, and what Gemma 3n casts to float32 (AltUp)
+    assert len(changes) == len(linear) or case.config["model_type"] in ("deepseek_v32", "gemma3n")
+    adapted.select([adapted.add(changes)])
+    for name, one in changes.items():
+        linear[name].weight = linear[name].weight + one.scale * (one.b @ one.a)
+    apply_cpu_layout(merged)
+    found, expected = (compute_two_steps(model) for model in (adapted.model, merged))
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert not np.allclose(expected, compute_two_steps(base), atol=1e-3)
+
+
+def draw_model(case: Case) -> Any:
+    mx.random.seed(0)
+    model = build_untrained(case)
+    mx.eval(model.parameters())  # not all of them are drawn
+    parity.draw_weights(model, 0)
+    return model
+
+
+def draw_factors(layer: nn.Linear, name: str) -> LoraFactors:
+    outputs, inputs = layer.weight.shape
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return LoraFactors(
+        a=mx.array(rng.standard_normal((4, inputs)).astype(np.float32) * 0.1),
+        b=mx.array(rng.standard_normal((outputs, 4)).astype(np.float32) * 0.1),
+        scale=0.5,
+    )
+
+
+def compute_two_steps(model: Model) -> np.ndarray:
+    """The logits of the last position of a prompt, and of a decode step."""
+    kv = model.make_kv()
+    steps = [model.logits(model(mx.array([ids]), kv))[:, -1] for ids in ([3, 7, 5, 9], [6])]
+    return np.concatenate([np.array(step) for step in steps])
 
 
 def test_the_model_itself_is_not_changed() -> None:

@@ -230,6 +230,7 @@ class Windowless:
     """A model whose positions do not see each other, so that NaN does not spread."""
 
     batch_invariant: ClassVar[bool] = False
+    selects_logits: ClassVar[bool] = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
