@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from models import decoder
 from models.base import ModelError
-from models.experts import GroupedTopKMoE, move_router_bias, stack_experts
+from models.experts import GroupedTopKConfig, GroupedTopKMoE, move_router_bias, stack_experts
 from models.kv import AttentionCache, LayerCache
 from models.layers import GatedMLP, merge_heads, split_heads
 from models.mla import LatentCache, MultiLinear, split_kv_b_proj
@@ -29,28 +29,22 @@ from models.sharding import ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(decoder.Config):
+class Config(GroupedTopKConfig):
     """The keys of config.json that this architecture reads. q_lora_rank: None for a full query
-    projection. n_shared_experts: None for no shared experts. mlp_layer_types: "dense" or "sparse"
+    projection. mlp_layer_types: "dense" or "sparse"
     for each layer; None if it follows from first_k_dense_replace and moe_layer_freq."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    moe_intermediate_size: int
-    num_experts_per_tok: int
     q_lora_rank: int | None = None
     attention_bias: bool = False
     rope_interleave: bool = True
     n_routed_experts: int = 0
-    n_shared_experts: int | None = None
     n_group: int = 8
     topk_group: int = 4
-    norm_topk_prob: bool = True
     routed_scaling_factor: float = 2.5
-    scoring_func: str = "sigmoid"
-    topk_method: str = "noaux_tc"
     first_k_dense_replace: int = 3
     moe_layer_freq: int = 1
     mlp_layer_types: Sequence[str] | None = None
@@ -80,19 +74,7 @@ class Config(decoder.Config):
     def make_mlp(self, layer: int) -> GatedMLP | GroupedTopKMoE:
         if not self.is_sparse(layer):
             return GatedMLP(self.hidden_size, self.intermediate_size)
-        inner, shared = self.moe_intermediate_size, self.n_shared_experts
-        return GroupedTopKMoE(
-            self.hidden_size,
-            inner,
-            self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            norm_topk_prob=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            num_groups=self.n_group,
-            topk_group=self.topk_group,
-            shared_width=None if shared is None else inner * shared,
-            uses_softmax=self.scoring_func == "softmax",
-        )
+        return self.make_experts()
 
     def is_sparse(self, layer: int) -> bool:
         if self.mlp_layer_types is not None:

@@ -1,18 +1,19 @@
 """Mixture-of-experts layers, in which each token is routed to a few experts (Shazeer et al. 2017;
 Switch, Fedus et al. 2021).
 
-Knows: weights stacked over experts, routing, the layouts of experts in checkpoints. Must not know:
-architectures, caches.
+Knows: weights stacked over experts, routing and its config keys, the layouts of experts in
+checkpoints. Must not know: architectures, caches.
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from models import decoder
 from models.base import ModelError
 from models.layers import GatedMLP, QuantizedStack, apply_glu
 from models.sharding import MLP_SHARDS, REPLICATED, ShardSpec
@@ -181,6 +182,38 @@ class SparseMoeBlock(nn.Module):
         if self.shared_width is None:
             return y
         return y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedTopKConfig(decoder.Config):
+    """The keys of config.json for `GroupedTopKMoE`. n_shared_experts: None for no shared
+    experts."""
+
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
+
+    def make_experts(self) -> "GroupedTopKMoE":
+        inner, shared = self.moe_intermediate_size, self.n_shared_experts
+        return GroupedTopKMoE(
+            self.hidden_size,
+            inner,
+            self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            norm_topk_prob=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            num_groups=self.n_group,
+            topk_group=self.topk_group,
+            shared_width=None if shared is None else inner * shared,
+            uses_softmax=self.scoring_func == "softmax",
+        )
 
 
 class GroupedTopKMoE(nn.Module):

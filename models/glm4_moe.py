@@ -11,46 +11,25 @@ import mlx.core as mx
 from models import decoder
 from models.attention import GroupedQueryAttention
 from models.base import ModelError
-from models.experts import GroupedTopKMoE, move_router_bias, stack_experts
+from models.experts import GroupedTopKConfig, GroupedTopKMoE, move_router_bias, stack_experts
 from models.layers import GatedMLP
 from models.prenorm import PreNormBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(decoder.Config):
+class Config(GroupedTopKConfig):
     """The keys of config.json that this architecture reads."""
 
-    moe_intermediate_size: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int | None = None
-    n_group: int = 1
-    topk_group: int = 1
-    norm_topk_prob: bool = True
-    routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 1
     attention_bias: bool = False
     use_qk_norm: bool = False
     rms_norm_eps: float = 1e-5
     partial_rotary_factor: float = 0.5
-    scoring_func: str = "sigmoid"
-    topk_method: str = "noaux_tc"
 
     def make_mlp(self, layer: int) -> GatedMLP | GroupedTopKMoE:
         if layer < self.first_k_dense_replace:
             return GatedMLP(self.hidden_size, self.intermediate_size)
-        inner, shared = self.moe_intermediate_size, self.n_shared_experts
-        return GroupedTopKMoE(
-            self.hidden_size,
-            inner,
-            self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            norm_topk_prob=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            num_groups=self.n_group,
-            topk_group=self.topk_group,
-            shared_width=None if shared is None else inner * shared,
-        )
+        return self.make_experts()
 
 
 class Attention(GroupedQueryAttention):
