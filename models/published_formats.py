@@ -267,7 +267,7 @@ def _read_gptq(module: _Module) -> _IntegerWeight:
     bits = qzeros.shape[1] * 32 // outputs
     if bits not in PACKED_BITS or qzeros.shape != (groups, outputs * bits // 32):
         raise module.error("qzeros", f"has the shape {list(qzeros.shape)}")
-    # a stored zero point of 2^bits - 1 stands for 0, as in AutoGPTQ
+    # a stored zero point of 2^bits - 1 means 0, as in AutoGPTQ
     zeros = _unpack(qzeros, bits) + module.settings.zero_offset
     return _IntegerWeight(
         words=mx.contiguous(qweight.T).view(mx.uint32),

@@ -8,7 +8,7 @@ Must not know: tensors, tokenizers, chat templates, the state of the model.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -146,6 +146,18 @@ class ModelFiles:
             if self.tokenizer_vocab_size is None
             else min(self.vocab_size, self.tokenizer_vocab_size)
         )
+
+
+def read_embedding_modules(folder: Path) -> Sequence[tuple[str, object]]:
+    """Returns the kind and the path of each module that sentence-transformers applies, in order,
+    from modules.json. The result is empty if the file is missing or invalid."""
+    try:
+        parsed: Any = json.loads((folder / "modules.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    listed = cast("list[Any]", parsed if isinstance(parsed, list) else [])
+    modules = [cast(Json, module) for module in listed if isinstance(module, dict)]
+    return [(str(one.get("type")).rpartition(".")[2], one.get("path")) for one in modules]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

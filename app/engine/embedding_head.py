@@ -8,12 +8,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from app.core.errors import AppError, ErrorKind
+from app.core.model_files import read_embedding_modules
 from app.engine.embed_queue import normalize
 from app.engine.weights import open_shard
 
@@ -70,7 +71,7 @@ def load_embedding_head(folder: Path, hidden_size: int) -> EmbeddingHead:
     are none. Raises AppError(MODEL_FILES) for dense layers that cannot be used."""
     layers: list[DenseLayer] = []
     width = hidden_size
-    for path in list_dense_folders(folder):
+    for path in _list_dense_folders(folder):
         layer = _read_dense(folder / path)
         if layer.weight.ndim != 2 or layer.weight.shape[1] != width:
             raise _error(
@@ -83,21 +84,12 @@ def load_embedding_head(folder: Path, hidden_size: int) -> EmbeddingHead:
     return EmbeddingHead(hidden_size, layers)
 
 
-def list_dense_folders(folder: Path) -> Sequence[str]:
-    """Returns the folders of the dense layers that modules.json lists, in order. Only direct
-    subfolders are used."""
-    try:
-        modules: Any = json.loads((folder / "modules.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return []
+def _list_dense_folders(folder: Path) -> Sequence[str]:
+    """Returns the folders of the dense layers, in order. Only direct subfolders are used."""
     found: list[str] = []
-    for module in cast(list[Any], modules if isinstance(modules, list) else []):
-        if not isinstance(module, dict):
+    for kind, path in read_embedding_modules(folder):
+        if kind != "Dense":
             continue
-        entry = cast(Mapping[str, Any], module)
-        if str(entry.get("type")).rpartition(".")[2] != "Dense":
-            continue
-        path = entry.get("path")
         if not isinstance(path, str) or Path(path).name != path:
             raise _error(folder / "modules.json", f"{path!r} is not a subfolder of the model")
         found.append(path)

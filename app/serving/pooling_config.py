@@ -10,16 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from app.core.model_files import ModelFiles
+from app.core.model_files import ModelFiles, read_embedding_modules
 from app.core.requests import PoolingType
 
-# the configuration files of sentence-transformers, and its module types that can be ignored,
-# because they do not affect the embeddings or are always computed; an encoder also has dense layers
-_MODULES_FILE, _POOLING_FILE, _POOLING_FLAG_PREFIX = (
-    "modules.json",
-    "1_Pooling/config.json",
-    "pooling_mode_",
-)
+# a configuration file of sentence-transformers, and its module types that can be ignored, because
+# they do not affect the embeddings or are always computed; an encoder also has dense layers
+_POOLING_FILE, _POOLING_FLAG_PREFIX = "1_Pooling/config.json", "pooling_mode_"
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 _ENCODER_MODULES = (*_KNOWN_MODULES, "Dense")
 _KNOWN_POOLINGS: Mapping[str, PoolingType] = {
@@ -57,13 +53,11 @@ def read_pooling_config(files: ModelFiles) -> PoolingConfig:
         return PoolingConfig(
             unsupported="it needs bidirectional attention, and only causal attention is supported"
         )
-    for module in _filter_objects(_read_json(files.path / _MODULES_FILE)):
-        kind = str(module.get("type")).rpartition(".")[2]
+    for kind, _ in read_embedding_modules(files.path):
         if kind not in (_ENCODER_MODULES if encoder else _KNOWN_MODULES):
             return PoolingConfig(unsupported=f"modules.json contains the unsupported module {kind}")
-    for config in _filter_objects([_read_json(files.path / _POOLING_FILE)]):
-        return _parse_pooling(config, encoder=files.is_encoder)
-    return PoolingConfig()
+    config = _read_json_object(files.path / _POOLING_FILE)
+    return PoolingConfig() if config is None else _parse_pooling(config, encoder=encoder)
 
 
 def find_rank_method(files: ModelFiles) -> RankMethod | None:
@@ -92,15 +86,10 @@ def _parse_pooling(config: Mapping[str, Any], *, encoder: bool) -> PoolingConfig
     return PoolingConfig(unsupported=f"its pooling is {' and '.join(poolings) or 'none'}")
 
 
-def _read_json(path: Path) -> object:
-    """Parses a JSON file. Returns None if the file is missing or invalid."""
+def _read_json_object(path: Path) -> Mapping[str, Any] | None:
+    """Parses a JSON object. Returns None if the file is missing or invalid."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        value: Any = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _filter_objects(value: object) -> list[Mapping[str, Any]]:
-    """Returns the objects of a JSON list. The result is empty if `value` is not a list."""
-    items = cast(list[object], value) if isinstance(value, list) else []
-    return [cast(Mapping[str, Any], item) for item in items if isinstance(item, dict)]
+    return cast(Mapping[str, Any], value) if isinstance(value, dict) else None

@@ -21,7 +21,7 @@ from app.core.errors import AppError, ErrorKind
 _MAX_BYTES = 16 << 20
 
 
-# the start of a small file that stands for a large one in a git repository
+# the start of a pointer of Git LFS, a small file in place of a large one
 # (github.com/git-lfs/git-lfs, docs/spec.md)
 _LFS_POINTER = b"version https://git-lfs"
 

@@ -61,6 +61,14 @@ def save_reference(case: Case, folder: Path, *, kind: str | None = None, seed: i
     return model
 
 
+def save_converted(case: Case, folder: Path) -> dict[str, mx.array]:
+    """The tensors of a random model, as mlx-lm saves them."""
+    save_reference(case, folder)
+    loaded = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
 def load_model(folder: Path) -> Model:
     """Load our model from the same folder."""
     weights: dict[str, mx.array] = {}

@@ -1,6 +1,6 @@
 """Granite 4: kinds of layers, config keys, and the published layout of tensors."""
 
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -72,11 +72,6 @@ CASES = [
 ]
 
 
-def save_converted(case: Case, tmp_path: Any) -> dict[str, mx.array]:
-    parity.save_reference(case, tmp_path)
-    return cast(dict[str, mx.array], mx.load(str(tmp_path / "model.safetensors")))
-
-
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
     return parity.prefill(architectures.build(config, weights), list(range(20)), [20])
 
@@ -119,7 +114,7 @@ def to_transformers_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def test_all_layouts_of_a_checkpoint_give_the_same_logits(
     case: Case, layout: Any, tmp_path: Any
 ) -> None:
-    weights = save_converted(case, tmp_path)
+    weights = parity.save_converted(case, tmp_path)
     assert layout(weights).keys() != weights.keys()
     np.testing.assert_array_equal(
         logits(case.config, layout(weights)), logits(case.config, weights)
@@ -127,7 +122,7 @@ def test_all_layouts_of_a_checkpoint_give_the_same_logits(
 
 
 def test_both_spellings_of_the_layers_are_equal(tmp_path: Any) -> None:
-    weights = save_converted(CASES[0], tmp_path)
+    weights = parity.save_converted(CASES[0], tmp_path)
     newer = {
         **TINY,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -143,7 +138,7 @@ def test_each_layer_has_the_cache_for_its_type() -> None:
 
 
 def test_without_a_position_embedding_type_nothing_is_rotated(tmp_path: Any) -> None:
-    weights = save_converted(CASES[0], tmp_path)
+    weights = parity.save_converted(CASES[0], tmp_path)
     absent = {key: value for key, value in TINY.items() if key != "position_embedding_type"}
     np.testing.assert_array_equal(logits(absent, weights), logits(TINY, weights))
     rotated = {**TINY, "position_embedding_type": "rope"}

@@ -100,13 +100,6 @@ def to_published_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-def save_converted(case: Case, tmp_path: Any) -> dict[str, mx.array]:
-    parity.save_reference(case, tmp_path)
-    loaded = mx.load(str(tmp_path / "model.safetensors"))
-    assert isinstance(loaded, dict)
-    return loaded
-
-
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
     return parity.prefill(architectures.build(config, weights), list(range(20)), [20])
 
@@ -115,7 +108,7 @@ def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
 def test_published_and_converted_checkpoints_give_the_same_logits(
     case: Case, tmp_path: Any
 ) -> None:
-    weights = save_converted(case, tmp_path)
+    weights = parity.save_converted(case, tmp_path)
     theirs = to_published_layout(weights)
     assert any(array.ndim == 3 and array.shape[1] == 1 for array in theirs.values())
     np.testing.assert_array_equal(logits(case.config, theirs), logits(case.config, weights))
@@ -128,7 +121,7 @@ def test_each_layer_has_the_cache_for_its_type() -> None:
 
 
 def test_the_text_part_of_a_vision_model_is_built(tmp_path: Any) -> None:
-    weights = save_converted(CASES[0], tmp_path)
+    weights = parity.save_converted(CASES[0], tmp_path)
     text = {key: value for key, value in TINY.items() if key != "model_type"}
     config = {"model_type": "lfm2_vl", "text_config": text, "vision_config": {}}
     named = {name.replace("model.", "model.language_model.", 1): a for name, a in weights.items()}

@@ -106,11 +106,6 @@ CASES = [
 ]
 
 
-def save_converted(case: Case, tmp_path: Any) -> dict[str, mx.array]:
-    parity.save_reference(case, tmp_path)
-    return cast(dict[str, mx.array], mx.load(str(tmp_path / "model.safetensors")))
-
-
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
     return parity.prefill(architectures.build(config, weights), list(range(20)), [20])
 
@@ -147,7 +142,7 @@ def to_transformers_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 @pytest.mark.parametrize("layout", [to_published_layout, to_transformers_layout])
 def test_all_layouts_of_a_checkpoint_give_the_same_logits(layout: Any, tmp_path: Any) -> None:
-    weights = save_converted(CASES[1], tmp_path)
+    weights = parity.save_converted(CASES[1], tmp_path)
     assert layout(weights).keys() != weights.keys()
     np.testing.assert_array_equal(logits(MOE, layout(weights)), logits(MOE, weights))
 
@@ -162,7 +157,7 @@ def test_all_layouts_of_a_checkpoint_give_the_same_logits(layout: Any, tmp_path:
     ids=lambda keys: next(iter(keys)),
 )
 def test_all_spellings_of_the_layers_are_equal(keys: Any, tmp_path: Any) -> None:
-    weights = save_converted(CASES[1], tmp_path)
+    weights = parity.save_converted(CASES[1], tmp_path)
     rest = {
         key: value
         for key, value in MOE.items()
@@ -172,7 +167,7 @@ def test_all_spellings_of_the_layers_are_equal(keys: Any, tmp_path: Any) -> None
 
 
 def test_infinite_limits_of_step_sizes_are_accepted(tmp_path: Any) -> None:
-    weights = save_converted(CASES[0], tmp_path)
+    weights = parity.save_converted(CASES[0], tmp_path)
     config = {**TINY, "time_step_limit": [0.0, {"__float__": "Infinity"}]}
     np.testing.assert_array_equal(logits(config, weights), logits(TINY, weights))
 
@@ -183,7 +178,7 @@ def test_only_mamba_and_attention_layers_have_a_cache() -> None:
 
 
 def test_layers_after_the_last_cache_compute_only_the_selected_positions(tmp_path: Any) -> None:
-    save_converted(CASES[1], tmp_path)
+    parity.save_converted(CASES[1], tmp_path)
     model = parity.load_model(tmp_path)
     apply_cpu_layout(cast(nn.Module, model))
     tokens = mx.array([list(range(20))])

@@ -9,6 +9,7 @@ import pytest
 
 from models import architectures
 from models.base import ModelError
+from tests.models import parity
 from tests.models import test_qwen3_next as next_
 from tests.models.architectures import Case
 
@@ -99,7 +100,7 @@ def to_published_layout(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def test_published_and_converted_checkpoints_give_the_same_logits(
     case: Case, tmp_path: Path
 ) -> None:
-    weights = next_.save_converted(case, tmp_path)
+    weights = parity.save_converted(case, tmp_path)
     got = next_.logits(case.config, to_published_layout(weights))
     np.testing.assert_allclose(got, next_.logits(case.config, weights), atol=1e-4)
 
@@ -108,7 +109,7 @@ def test_published_and_converted_checkpoints_give_the_same_logits(
     ("case", "kind"), [(CASES[0], "qwen3_5_text"), (CASES[2], "qwen3_5_moe_text")]
 )
 def test_the_text_part_alone_has_its_own_model_type(case: Case, kind: str, tmp_path: Path) -> None:
-    weights = next_.save_converted(case, tmp_path)
+    weights = parity.save_converted(case, tmp_path)
     config = case.config["text_config"]
     assert config["model_type"] == kind
     alone = {name.removeprefix("language_model."): array for name, array in weights.items()}
@@ -117,14 +118,14 @@ def test_the_text_part_alone_has_its_own_model_type(case: Case, kind: str, tmp_p
 
 def test_minicpm_v_has_the_same_text_model(tmp_path: Path) -> None:
     """Its text part need not have a model type."""
-    weights = next_.save_converted(CASES[0], tmp_path)
+    weights = parity.save_converted(CASES[0], tmp_path)
     text = {key: value for key, value in TEXT.items() if key != "model_type"}
     config = {**SEEING, "model_type": "minicpmv4_7", "text_config": text}
     np.testing.assert_array_equal(next_.logits(config, weights), next_.logits(SEEING, weights))
 
 
 def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
-    model = architectures.build(SEEING, next_.save_converted(CASES[0], tmp_path))
+    model = architectures.build(SEEING, parity.save_converted(CASES[0], tmp_path))
     next_.assert_states_are_float32(next_.in_bfloat16(model))
 
 

@@ -108,13 +108,6 @@ def with_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return found
 
 
-def save_converted(case: Case, folder: Path) -> dict[str, mx.array]:
-    parity.save_reference(case, folder)
-    loaded = mx.load(str(folder / "model.safetensors"))
-    assert isinstance(loaded, dict)
-    return loaded
-
-
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
     return parity.prefill(architectures.build(config, weights), list(range(40)), [40])
 
@@ -151,7 +144,7 @@ def relative_distance(a: mx.array, b: mx.array) -> float:
 def test_published_and_converted_checkpoints_give_the_same_logits(
     case: Case, layout: Any, tmp_path: Path
 ) -> None:
-    weights = save_converted(case, tmp_path)
+    weights = parity.save_converted(case, tmp_path)
     theirs = layout(to_published_layout(weights))
     got = logits(case.config, theirs)
     np.testing.assert_allclose(got, logits(case.config, weights), atol=1e-4)
@@ -159,12 +152,12 @@ def test_published_and_converted_checkpoints_give_the_same_logits(
 
 def test_states_are_float32_for_all_activation_types(tmp_path: Path) -> None:
     case = CASES[2]
-    model = architectures.build(case.config, save_converted(case, tmp_path))
+    model = architectures.build(case.config, parity.save_converted(case, tmp_path))
     assert_states_are_float32(in_bfloat16(model))
 
 
 def test_each_layer_has_the_cache_for_its_type(tmp_path: Path) -> None:
-    weights = save_converted(CASES[1], tmp_path)
+    weights = parity.save_converted(CASES[1], tmp_path)
     model = architectures.build(CASES[1].config, weights)
     expected = [RecurrentCache, KVCache, RecurrentCache, KVCache, RecurrentCache]
     assert [type(layer) for layer in model.make_kv()] == expected

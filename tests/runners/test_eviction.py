@@ -352,7 +352,7 @@ NAMES = "abcde"
 class Simulation:
     """Requests arrive and end, and plans are carried out. waiting, holding: by model, the times at
     which requests began to wait, or to hold the model. desired_spare, stuck: by model, the spare
-    memory that its engine was told last, and how much of it its requests use."""
+    memory that its engine was last set to, and how much of it its requests use."""
 
     requirements: dict[str, MemoryRequirement]
     pinned: frozenset[str]
@@ -405,17 +405,17 @@ class Simulation:
         for name, one in self.loaded.items():
             if not self.holding[name]:
                 self.stuck[name] = 0
-            told = self.desired_spare.get(name, 0)
+            desired = self.desired_spare.get(name, 0)
             self.loaded[name] = replace(
-                one, spare_bytes=max(told, min(one.spare_bytes, self.stuck.get(name, 0)))
+                one, spare_bytes=max(desired, min(one.spare_bytes, self.stuck.get(name, 0)))
             )
 
     def set_spare_memory(self, spare_bytes: Mapping[str, int]) -> bool:
         """Tells the engines. Returns whether anything has changed."""
         before = list(self.loaded.values())
         for name, one in self.loaded.items():
-            self.desired_spare[name] = told = spare_bytes.get(name, 0)
-            self.loaded[name] = replace(one, spare_bytes=max(one.spare_bytes, told))
+            self.desired_spare[name] = desired = spare_bytes.get(name, 0)
+            self.loaded[name] = replace(one, spare_bytes=max(one.spare_bytes, desired))
         in_use = sum(one.allocation + one.spare_bytes for one in self.loaded.values())
         assert in_use <= TOTAL, "engines use more than there is"
         return list(self.loaded.values()) != before
@@ -431,8 +431,8 @@ class Simulation:
                 self.loaded[name] = replace(one, draining=name in decided.draining)
                 if one.phase == "ready" and name not in decided.draining:
                     granted |= self.grant(name)
-            told = self.set_spare_memory(decided.spare_bytes)
-            if not decided.actions and not granted and not told:
+            desired = self.set_spare_memory(decided.spare_bytes)
+            if not decided.actions and not granted and not desired:
                 assert self.decide() == decided, "nothing has changed"
                 return
         raise AssertionError("the plans do not converge")
