@@ -157,10 +157,11 @@ def _load(
     raise_unless_fits(fit, files)
     read_weights(model, files.path, report)
     _check_device(model, files)
-    adapters = Adapters(model, settings.adapters) if settings.adapters else None
     if settings.experimental_metal:
         for reason in apply_gpu_layout(model):
             log.warning("%s", reason)
+    # they copy the modules in their final layout
+    adapters = Adapters(model, settings.adapters) if settings.adapters else None
     if not getattr(model, "may_share_pass", True):
         log.info("%s: sequences are computed one by one, because its class is mlx-lm's", files.name)
     memory = _profile_memory(model, fit, files, settings)

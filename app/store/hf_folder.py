@@ -61,7 +61,12 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         log.info("%s: the model's own code (auto_map) is not run", name)
     for adapter in _ADAPTER_WEIGHTS:
         if (folder / adapter).is_file() and any(_list_weights(folder)):
-            log.warning("%s: the LoRA adapter %s beside the model is not used", name, adapter)
+            log.warning(
+                "%s: the LoRA adapter %s beside the model is not used: set --adapter NAME=%s",
+                name,
+                adapter,
+                folder,
+            )
     shards = _find_shards(folder)
     template, template_file = _read_template(folder, tokenizer_config)
     vocabulary = read_vocabulary(
@@ -161,8 +166,8 @@ def _adapter_error(folder: Path, config: Mapping[str, Any]) -> AppError:
     base = given[:200] if isinstance(given, str) else "the model that it was trained for"
     kind = "PEFT" if "peft_type" in config else "mlx-lm"
     return _model_files_error(
-        f"{folder} is a LoRA adapter of {kind} and not a model: serve {base}, or merge the adapter "
-        "into it"
+        f"{folder} is a LoRA adapter of {kind} and not a model: serve {base} with --adapter "
+        f"NAME={folder}"
     )
 
 
