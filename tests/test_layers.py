@@ -118,6 +118,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "models.mlx_lm_adapter": frozenset({"mlx", "mlx_lm"}),
     "app.core": frozenset(),
     # messages that are sent between processes
+    "app.core.images": frozenset({"msgspec"}),
     "app.core.jobs": frozenset({"msgspec"}),
     "app.core.requests": frozenset({"msgspec"}),
     "app.text": frozenset({"tokenizers", "jinja2"}),

@@ -17,6 +17,7 @@ from typing import Literal
 from msgspec import Struct
 
 from app.core.errors import ErrorKind
+from app.core.images import ImageSpan
 from app.core.requests import EmbedResult, Grammar
 from app.core.sampling_params import SamplingParams
 from app.core.settings import MEBIBYTE
@@ -347,7 +348,8 @@ class Job:
     then sent before the first token. caller: the owner of the job. Scheduling is round-robin
     between callers. message_ends: the positions of the prompt at which other prompts are likely to
     diverge, in ascending order; None if unknown. adapter: the name of the model's adapter; "" for
-    none.
+    none. images: the images of the prompt, in order; their rows have negative IDs in
+    prompt_token_ids, see `app.core.images`.
     """
 
     id: str
@@ -364,6 +366,7 @@ class Job:
     caller: str = ""
     message_ends: tuple[int, ...] | None = None
     adapter: str = ""
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

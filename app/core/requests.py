@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from app.core.images import PlacedImage
 from app.core.sampling_params import SamplingValue
 
 # mean: mean of the hidden states of all positions · last: hidden state of the last position
@@ -32,13 +33,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation. content: the joined text of all content parts. reasoning: the
-    assistant's reasoning before this message. is_error: whether this is the result of a failed tool
+    """One message of a conversation. content: the joined text of all content parts. images: the
+    images between them, in ascending order of their offsets. reasoning: the assistant's reasoning
+    before this message. is_error: whether this is the result of a failed tool
     call. is_temporary: whether later requests of this conversation will not contain this
     message."""
 
     role: str
     content: str | None
+    images: tuple[PlacedImage, ...] = ()
     reasoning: str | None = None
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
