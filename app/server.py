@@ -139,7 +139,6 @@ class _RunningServer:
         self._ranks = ranks
         self._keyring = keyring
         self._config = config
-        self._entries = entries
         self._reload_signal: ReloadSignal | None = None
         self._read_settings: Callable[[], Settings] = lambda: settings
         self._failure: AppError | None = None
@@ -228,8 +227,8 @@ class _RunningServer:
         """The first model starts to load while this process still imports the HTTP server."""
         await self._pool.start()
         try:
-            for entry in self._entries:
-                if entry.served.name in self._preload_names:
+            for name, entry in self._registry.named().items():  # with their stored defaults
+                if name in self._preload_names:
                     self._pool.preload(entry.served)
             await asyncio.to_thread(self._build)
             if self._ranks is not None:

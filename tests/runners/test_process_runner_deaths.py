@@ -130,13 +130,16 @@ def test_a_process_that_closes_its_connection_without_an_exit_is_reported(
 ) -> None:
     monkeypatch.setattr("app.runners.process_runner._EXIT_TIMEOUT", 0.3)
     plant(
-        "import socket\n"
+        "import socket, time\n"
         "from app.core.jobs import EngineReady\n"
         "from app.runners.worker import Worker\n"
         "receive = Worker._receive\n"
+        "def close(end):\n"
+        "    end.shutdown(socket.SHUT_WR)\n"
+        "    time.sleep(600)  # otherwise it would exit when the parent closes its end\n"
         "def receive_and_close(self, message):\n"
         "    if isinstance(message, EngineReady):\n"
-        "        self._loop.call_later(0.1, self._end.shutdown, socket.SHUT_WR)\n"
+        "        self._loop.call_later(0.1, close, self._end)\n"
         "    return receive(self, message)\n"
         "Worker._receive = receive_and_close\n"
     )

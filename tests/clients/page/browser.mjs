@@ -105,6 +105,14 @@ class Browser {
   }
 }
 
+/** Opens a new conversation, and returns when it is shown. */
+export async function openNewChat(tab) {
+  const { hash } = new URL(tab.url());
+  await tab.click("#new-chat");
+  await tab.waitForFunction((before) => location.hash !== before, hash);
+  await until(async () => (await tab.inputValue("#input")) === "" && (await tab.locator(".message").count()) === 0);
+}
+
 /** Sends a message, and returns when there is an answer, which may be complete already. */
 export async function begin(tab, text) {
   const before = await tab.locator(".message.assistant").count();

@@ -2,7 +2,7 @@
 
 import { readFile } from "node:fs/promises";
 
-import { answer, ask, begin, ended, figures, lastError, say, until } from "./browser.mjs";
+import { answer, ask, begin, ended, figures, lastError, openNewChat, say, until } from "./browser.mjs";
 
 const WIDTHS = [1280, 390, 320];
 const SCHEMES = ["light", "dark"];
@@ -170,9 +170,7 @@ export const scenarios = {
     await begin(tab, "What is mlxrunner?");
     const first = new URL(tab.url()).hash;
     await until(async () => (await answer(tab)).length > 5);
-    await tab.click("#new-chat");
-    await tab.waitForFunction((hash) => location.hash !== hash, first);
-    await until(async () => (await tab.inputValue("#input")) === "" && (await tab.locator(".message").count()) === 0);
+    await openNewChat(tab);
     const runs = await browser.running();
     await tab.getByLabel("System prompt of this conversation").fill("You are verbose.");
     await tab.fill("#input", "a draft");
@@ -481,7 +479,7 @@ export const scenarios = {
   async engine(browser) {
     const tab = await browser.openChat();
     for (const second of ["How do I start the server?", "How do I pull a model?", "Which models can it run?"]) {
-      await tab.click("#new-chat");
+      await openNewChat(tab);
       await say(tab, "What is mlxrunner?");
       await say(tab, second);
       await say(tab, "Does it need the internet?");
