@@ -44,7 +44,8 @@ class ModelFiles:
     objects, empty if the file is missing (config is never missing). chat_template: the text of a
     separate file, which takes precedence over the template in tokenizer_config; chat_template_file
     is its name. named_templates: further templates by name. created: the creation time as Unix
-    time.
+    time. processor_config: the settings of the image processor: preprocessor_config.json, and over
+    it the `image_processor` of processor_config.json.
 
     system_prompt: the system prompt for conversations that have none. first_messages: the role and
     content of messages inserted at the start of every conversation. license: the text of the
@@ -76,6 +77,7 @@ class ModelFiles:
     added_tokens: tuple[AddedToken, ...] = ()
     chat_template_file: str = "chat_template.jinja"
     named_templates: Mapping[str, str] = field(default_factory=dict[str, str])
+    processor_config: Json = field(default_factory=dict[str, Any])
     weight_bytes: int = 0
     weights_digest: str = ""
     is_encoder: bool = False
@@ -158,6 +160,14 @@ def read_embedding_modules(folder: Path) -> Sequence[tuple[str, object]]:
     listed = cast("list[Any]", parsed if isinstance(parsed, list) else [])
     modules = [cast(Json, module) for module in listed if isinstance(module, dict)]
     return [(str(one.get("type")).rpartition(".")[2], one.get("path")) for one in modules]
+
+
+def merge_processor_config(preprocessor: Json | None, processor: Json | None) -> Json:
+    """Returns the settings of the image processor. preprocessor: preprocessor_config.json.
+    processor: processor_config.json, which newer versions of transformers write, and which takes
+    precedence."""
+    nested: Any = (processor or {}).get("image_processor")
+    return {**(preprocessor or {}), **(cast(Json, nested) if isinstance(nested, dict) else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

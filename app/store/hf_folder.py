@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_files import ModelFiles
+from app.core.model_files import ModelFiles, merge_processor_config
 from app.store import safetensors_header, tiktoken_vocabulary
 from app.store.config_files import is_regular_file, read_json_object, read_text
 from app.store.safetensors_header import SafetensorsHeader
@@ -83,6 +83,10 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         chat_template=template,
         chat_template_file=template_file,
         named_templates=_read_named_templates(folder),
+        processor_config=merge_processor_config(
+            read_json_object(folder / "preprocessor_config.json"),
+            read_json_object(folder / "processor_config.json"),
+        ),
         created=int(folder.stat().st_mtime),
         tokenizer_vocab_size=vocabulary.size,
         added_tokens=vocabulary.missing,

@@ -22,6 +22,8 @@ _CONFIG_FILES = frozenset(
         "added_tokens.json",
         "chat_template.jinja",
         "chat_template.json",
+        "preprocessor_config.json",
+        "processor_config.json",
         INDEX,
     }
 )

@@ -52,6 +52,8 @@ _JSON_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 _GGUF_SUFFIX = ".gguf"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_files import Json, ModelFiles
+from app.core.model_files import Json, ModelFiles, merge_processor_config
 from app.store import safetensors_header
 from app.store.config_files import read_json_array, read_json_object, read_text
 from app.store.gguf import model as gguf_model
@@ -85,7 +85,13 @@ def find(name: OllamaName) -> ModelFiles | None:
             raise _model_files_error(
                 f"{parsed.path} has no {needed} layer: run `ollama pull` again"
             )
-    names = ("config.json", "tokenizer_config.json", "generation_config.json")
+    names = (
+        "config.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+    )
     objects = {
         file: read_json_object(files[file].blob) or {} if file in files else {} for file in names
     }
@@ -118,6 +124,9 @@ def find(name: OllamaName) -> ModelFiles | None:
         generation_config=_merge_generation_config(objects["generation_config.json"], parameters),
         chat_template=template,
         chat_template_file=template_file,
+        processor_config=merge_processor_config(
+            objects["preprocessor_config.json"], objects["processor_config.json"]
+        ),
         created=int(parsed.path.stat().st_mtime),
         system_prompt=_read_texts(parsed, SYSTEM),
         first_messages=_read_messages(parsed),

@@ -1,0 +1,33 @@
+"""Selects the image processor of a model.
+
+Knows: the model types of config.json. Must not know: the rules of a family, pixels, templates.
+"""
+
+from collections.abc import Callable, Mapping
+
+from app.core.model_files import ModelFiles
+from app.images.plan import DEFAULT_MAX_TOKENS, ImageProcessor
+from app.images.processor_settings import ProcessorSettings
+from app.images.processors.qwen_vl import QwenVlProcessor
+
+# model_type of config.json → the class of the processor
+_PROCESSORS: Mapping[str, Callable[[ProcessorSettings, int], ImageProcessor]] = {
+    "qwen2_vl": QwenVlProcessor,
+    "qwen2_5_vl": QwenVlProcessor,
+    "qwen3_vl": QwenVlProcessor,
+    "qwen3_vl_moe": QwenVlProcessor,
+    "qwen3_5": QwenVlProcessor,
+    "qwen3_5_moe": QwenVlProcessor,
+}
+
+
+def load_image_processor(
+    files: ModelFiles, *, max_tokens: int = DEFAULT_MAX_TOKENS
+) -> ImageProcessor | None:
+    """Returns the image processor of a model; None if its family has none, or if its config has no
+    vision tower. max_tokens: the largest number of tokens per image; images that would need more
+    are scaled down. Raises AppError(MODEL_FILES) for invalid settings of the model."""
+    make = _PROCESSORS.get(str(files.config.get("model_type", "")))
+    if make is None or not files.config.get("vision_config"):
+        return None
+    return make(ProcessorSettings(files), max_tokens)
