@@ -22,6 +22,7 @@ from app.core.events import (
     TokenLogprob,
     ToolCallDelta,
 )
+from app.core.images import ImagePixels
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate, PromptLogprobs, Started, Token
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerStatus
@@ -100,6 +101,9 @@ class InterleavedSubmission:
     def __init__(self, runner: InterleavedRunner, number: int) -> None:
         self.runner = runner
         self.number = number
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         self.runner.kept_tokens[self.number] = tokens

@@ -3,9 +3,10 @@
 Knows: token IDs, counts, timestamps. Must not know: text, tensors. All types are plain data, so
 that an engine can run in another process.
 
-The updates of a job are `Started Prefilled* PromptLogprobs? Token* Ended`. End-of-sequence tokens
-are not reported as `Token`s, but the last token before a length limit is. The reported `Token`s are
-therefore exactly the output.
+The updates of a job are `Started (PixelsNeeded | Prefilled)* PromptLogprobs? Token* Ended`. A job
+that was preempted may also need pixels between two tokens. End-of-sequence tokens are not reported
+as `Token`s, but the last token before a length limit is. The reported `Token`s are therefore
+exactly the output.
 
 An engine thread sends `LoadProgress` while the model loads, then `EngineReady`, and then one
 `StepOutput` per step. If the thread ends with an error, it sends `EngineFailed`.
@@ -210,7 +211,8 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     cached length, one count per bucket of PREFIX_HIT_BUCKETS and one for longer prefixes.
     prefix_miss_counts: the number of lookups by `CacheMiss` reason. prefix_evictions: cached
     prefixes evicted to free memory. preemptions: sequences restarted to free memory. failures: jobs
-    that ended with an engine error.
+    that ended with an engine error. images_encoded: images that the vision tower has encoded.
+    image_cache_hits: images whose features were cached when a sequence needed them.
     """
 
     allocated_bytes: int = 0
@@ -229,6 +231,8 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     preemptions: int = 0
     failures: int = 0
     steps: int = 0
+    images_encoded: int = 0
+    image_cache_hits: int = 0
 
 
 class EngineReady(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -269,8 +273,17 @@ class Ended(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     invalid_request: bool = False
 
 
+class PixelsNeeded(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The job waits for the pixels of these images of `Job.images`, without duplicates. They are
+    provided with `Submission.provide_images`, in any order."""
+
+    job_id: str
+    keys: tuple[bytes, ...]
+
+
 class Prefilled(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The KV cache now holds `computed_tokens` prompt tokens, including cached ones."""
+    """The KV cache now holds `computed_tokens` prompt tokens, including cached ones. While an image
+    of the prompt is encoded, the number is repeated."""
 
     job_id: str
     computed_tokens: int
@@ -318,7 +331,7 @@ class Token(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-JobUpdate = Started | Prefilled | PromptLogprobs | Token | Ended
+JobUpdate = Started | PixelsNeeded | Prefilled | PromptLogprobs | Token | Ended
 
 
 class StepOutput(Struct, frozen=True, kw_only=True, array_like=True, tag=True):

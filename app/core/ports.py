@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from app.core.events import Event
+from app.core.images import ImagePixels
 from app.core.jobs import Capacity, EngineStats, Job, JobUpdate, PrefixSnapshot
 from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.model_files import GenerationDefaults, ModelDefaults, ModelFiles
@@ -68,6 +69,11 @@ class Submission(Protocol):
 
     def limit_cached_tokens(self, tokens: int) -> None:
         """Caches only the first `tokens` sampled tokens, because the client received no more."""
+        ...
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        """Provides pixels that a `PixelsNeeded` update has requested. Has no effect if the job has
+        ended. Raises AppError(TOO_LARGE)."""
         ...
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
     EngineStats,
@@ -91,6 +92,9 @@ class EncoderLoop:
         assert not job.logit_ids, "an encoder has no logits of tokens"
         assert job.pooling != "rank" or self._model.num_scores, "the model has no scores"
         self._queue.submit(job)
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("an encoder has no images")
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._queue.cancel(job)

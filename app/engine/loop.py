@@ -35,6 +35,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from app.core.images import ImagePixels
 from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
 from app.core.requests import EmbedJob
 from app.core.units import pluralize
@@ -171,6 +172,12 @@ class Loop:
     def embed(self, job: EmbedJob) -> None:
         assert self.capacity.hidden_size is not None, "the model returns no hidden states"
         self._embedder.submit(job)
+
+    def provide_images(self, job: str, images: Ids[ImagePixels]) -> None:
+        """Provides pixels that a job has requested. Does nothing if the job has already ended."""
+        sequence = self._scheduler.find(job)
+        if sequence is not None:
+            sequence.provide_images(images)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """Cancels a job immediately. Does nothing if the job has already ended. `keep` limits the

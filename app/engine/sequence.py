@@ -19,6 +19,7 @@ from collections.abc import Sequence as Ids
 from contextlib import ExitStack
 from typing import Protocol, cast
 
+from app.core.images import ImagePixels
 from app.core.jobs import Job
 from app.engine.prefix.cache import Lease, ShiftingLease
 from app.engine.prefix.matching import common_prefix_length
@@ -69,6 +70,9 @@ class Sequence:
         self.slab: SharedSlab | None = None
         self.reserved_bytes = 0  # bytes reserved in the memory budget
         self.reserved_positions = 0  # positions that fit in these bytes
+        # The pixels that were requested for images, by key, and those that have arrived.
+        self.requested_images: set[bytes] = set()
+        self.pixels: dict[bytes, ImagePixels] = {}
         self._shared_prefix_lengths: dict[str, int] = {}
         self._vocab = vocab
         self.cache_salt = cache_salt
@@ -153,6 +157,13 @@ class Sequence:
                 self.job.prompt_token_ids, other.job.prompt_token_ids
             )
         return known
+
+    def provide_images(self, images: Ids[ImagePixels]) -> None:
+        """Stores pixels that were requested."""
+        for image in images:
+            if image.key in self.requested_images:
+                self.requested_images.remove(image.key)
+                self.pixels[image.key] = image
 
     def start(self, lease: Lease[LayerCache]) -> None:
         self._lease = lease

@@ -15,13 +15,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import (
     IDLE,
     MAX_SNAPSHOT_NODES,
@@ -70,6 +71,12 @@ class _Embed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _ProvideImages:
+    job: str
+    images: Sequence[ImagePixels]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Cancel:
     job: str
     keep: int | None
@@ -96,7 +103,7 @@ class _Stop:
     pass
 
 
-_Command = _Submit | _Embed | _Cancel | _Probe | _Inspect | _SetSpareMemory | _Stop
+_Command = _Submit | _Embed | _ProvideImages | _Cancel | _Probe | _Inspect | _SetSpareMemory | _Stop
 
 
 class EngineLoop(Protocol):
@@ -118,6 +125,8 @@ class EngineLoop(Protocol):
     def submit(self, job: Job, matcher: Matcher | None = None) -> None: ...
 
     def embed(self, job: EmbedJob) -> None: ...
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None: ...
 
     def cancel(self, job: str, *, keep: int | None = None) -> None: ...
 
@@ -174,6 +183,10 @@ class EngineThread:
 
     def embed(self, job: EmbedJob) -> None:
         self._commands.put(_Embed(job=job))
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        """Provides pixels that a job has requested, which may have ended."""
+        self._commands.put(_ProvideImages(job=job, images=images))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._commands.put(_Cancel(job=job, keep=keep))
@@ -279,6 +292,8 @@ class EngineThread:
                 loop.submit(command.job, command.matcher)
             case _Embed():
                 loop.embed(command.job)
+            case _ProvideImages():
+                loop.provide_images(command.job, command.images)
             case _Cancel():
                 loop.cancel(command.job, keep=command.keep)
             case _Probe():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -64,6 +65,11 @@ class EngineClient(Protocol):
         progress. `keep` is the number of sampled tokens to cache; None caches all of them."""
         ...
 
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        """Sends pixels for a job, which the engine may not know any more. Raises
+        AppError(TOO_LARGE)."""
+        ...
+
     async def get_prefix_snapshot(self) -> PrefixSnapshot:
         """Implements `Runner.get_prefix_snapshot` for a ready engine. May raise
         ConnectionError."""
@@ -82,8 +88,9 @@ class RequestStream:
     ended_ns: the monotonic time in ns at which the slot of the job became free.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, engine: EngineClient) -> None:
         self.job = job
+        self._engine = engine
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
         self.keep_tokens: int | None = None
@@ -101,6 +108,10 @@ class RequestStream:
 
     def limit_cached_tokens(self, tokens: int) -> None:
         self.keep_tokens = tokens
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        if self.ended_ns is None:
+            self._engine.provide_images(self.job.id, images)
 
     async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         loop = asyncio.get_running_loop()
@@ -181,7 +192,7 @@ class Dispatcher:
     async def submit(self, job: Job) -> AsyncGenerator[RequestStream]:
         """Implements `Runner.submit`."""
         self._check_ready()
-        waiting = self._streams[job.id] = RequestStream(job)
+        waiting = self._streams[job.id] = RequestStream(job, self.engine)
         self._mark_submitted(job.id)
         try:
             with self._count_compiling(job):

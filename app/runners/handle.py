@@ -49,6 +49,8 @@ _COUNTERS = (
     "prefix_evictions",
     "preemptions",
     "failures",
+    "images_encoded",
+    "image_cache_hits",
     "steps",
 )
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import (
     IDLE,
     EngineFailed,
@@ -53,6 +54,7 @@ from app.runners.worker_protocol import (
     Probe,
     ProbeReply,
     PromptScoresChunk,
+    ProvideImages,
     SetSpareMemory,
     SpareMemorySet,
     Submit,
@@ -185,6 +187,12 @@ class WorkerClient:
     def embed(self, job: EmbedJob) -> None:
         with suppress(ConnectionError):  # the dispatcher ends the job
             self._send_job(Embed(job=job))
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        with suppress(ConnectionError):  # the dispatcher ends the job
+            # one message per image, because a message has a maximum size
+            for image in images:
+                self._send_job(ProvideImages(job=job, images=(image,)))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._channel.send(Cancel(job=job, keep=keep))

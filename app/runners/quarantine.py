@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import Ended, EngineStats, Job, JobUpdate
 from app.core.models import ServedModel
 from app.core.ports import FailureCause, Runner, RunnerFailure, Submission
@@ -331,6 +332,11 @@ class _RetryingSubmission:
         assert self._current is not None
         assert self._current.submission is not None, "a job has no output before it is submitted"
         self._current.submission.limit_cached_tokens(tokens)
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        # After a crash, the next runner requests the pixels again.
+        if self._current is not None and self._current.submission is not None:
+            self._current.submission.provide_images(images)
 
     async def submit(self, lost_runner: Runner | None = None) -> None:
         """Submits the job to a runner other than `lost_runner`. Raises the same errors as

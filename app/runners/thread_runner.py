@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import IDLE, EngineMessage, Job, PrefixSnapshot
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
@@ -179,6 +180,9 @@ class _ThreadClient:
     def embed(self, job: EmbedJob) -> None:
         self._mark_received(job.id)
         self._thread.embed(job)
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        self._thread.provide_images(job, images)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._thread.cancel(job, keep=keep)

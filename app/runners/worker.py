@@ -49,6 +49,7 @@ from app.runners.worker_protocol import (
     PrefixSnapshotReply,
     Probe,
     ProbeReply,
+    ProvideImages,
     SetSpareMemory,
     SpareMemorySet,
     Submit,
@@ -170,6 +171,8 @@ class Worker:
             case Embed(job=job):
                 self._send(JobReceived(job=job.id))
                 self._thread.embed(job)
+            case ProvideImages():
+                self._thread.provide_images(command.job, command.images)
             case Cancel():
                 if (compiling := self._compiling.get(command.job)) is not None:
                     compiling.cancel()

@@ -15,6 +15,7 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import (
     EngineFailed,
     EngineReady,
@@ -67,6 +68,13 @@ class Embed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The process replies with `JobReceived`, and then with `Embedded`."""
 
     job: EmbedJob
+
+
+class ProvideImages(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Pixels that a job has requested, which may have ended. The process does not reply."""
+
+    job: str
+    images: tuple[ImagePixels, ...]
 
 
 class Cancel(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -170,7 +178,7 @@ class Embedded(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     is_last: bool
 
 
-Command = Submit | Embed | Cancel | Probe | GetPrefixSnapshot | SetSpareMemory
+Command = Submit | Embed | ProvideImages | Cancel | Probe | GetPrefixSnapshot | SetSpareMemory
 
 WorkerEvent = (
     LoadProgress

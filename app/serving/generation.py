@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 
 from app.core.errors import AppError, ContextExcess, ErrorKind
 from app.core.events import Event, PromptTokenIds, PromptTokenLogprobs, TextDelta, TokenLogprob
-from app.core.jobs import ContextLimit, Ended, Job, PromptLogprobs, Started, Token
+from app.core.images import is_row_id
+from app.core.jobs import (
+    ContextLimit,
+    Ended,
+    Job,
+    PixelsNeeded,
+    PromptLogprobs,
+    Started,
+    Token,
+)
 from app.core.model_files import ModelFiles
 from app.core.observers import count_choices
 from app.core.ports import Engine, ReservedSlots, Submission
@@ -307,6 +316,11 @@ class Generation:
                         async for event in self._stream_scores(prepared, update):
                             yield [event]
                         events = []
+                    elif isinstance(update, PixelsNeeded):
+                        if events:
+                            yield events
+                            events = []
+                        await _provide_images(choice, update)
                     elif isinstance(update, Ended):
                         if update.reason == "error" and events:
                             yield events
@@ -407,7 +421,16 @@ class Generation:
         )
 
     def _decode_for_log(self, ids: Sequence[int]) -> str:
-        return "".join(map(self._tokenizer.token_text, ids))
+        return "".join(
+            "[image row]" if is_row_id(id) else self._tokenizer.token_text(id) for id in ids
+        )
+
+
+async def _provide_images(choice: RunningChoice, needed: PixelsNeeded) -> None:
+    """Decodes images and sends their pixels to the engine. Raises AppError. If a decoded image is
+    not needed any more, the engine ignores it."""
+    for key in needed.keys:
+        choice.submission.provide_images([await choice.prepared.images[key]()])
 
 
 def _events_before_output(prepared: PreparedChoice) -> Iterator[Event]:

@@ -6,11 +6,12 @@ slow.
 """
 
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from app.core.context_shift import resolve_num_keep, truncate_prompt
 from app.core.errors import AppError, ContextExcess, ErrorKind, mark_client_text
+from app.core.images import ImagePixels
 from app.core.jobs import ContextLimit, Job
 from app.core.logprobs import DEFAULT_MAX_LOGPROBS, MAX_REQUEST_ALTERNATIVES
 from app.core.model_files import ModelFiles, read_generation_defaults
@@ -43,6 +44,8 @@ MAX_SHIFTED_CONTEXTS = 10
 
 _SEED_RANGE = 1 << 64
 
+DecodeImage = Callable[[], Awaitable[ImagePixels]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChoice:
@@ -51,7 +54,8 @@ class PreparedChoice:
     number of alternatives of each prompt token in the output and beside it; None for no logprobs.
     return_token_ids: whether to return the prompt's token IDs. discard_output: whether max_tokens
     is 0. The job then samples one token, which is the minimum, and the output is discarded.
-    stop_token_ids: the stop tokens of the request, without the model's stop tokens."""
+    stop_token_ids: the stop tokens of the request, without the model's stop tokens. images: for
+    each key of `Job.images`, a function that decodes the image, or raises AppError."""
 
     choice: int
     prompt_index: int
@@ -64,6 +68,7 @@ class PreparedChoice:
     return_token_ids: bool = False
     discard_output: bool = False
     stop_token_ids: frozenset[int] = frozenset()
+    images: Mapping[bytes, DecodeImage] = field(default_factory=dict[bytes, DecodeImage])
 
     def create_output_processor(self, tokenizer: Tokenizer) -> ChoiceOutputProcessor:
         return ChoiceOutputProcessor(

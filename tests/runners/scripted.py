@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, PrefixSnapshot, Started
 from app.core.model_files import ModelFiles
 from app.core.models import MemoryRequirement, ServedModel
@@ -201,6 +202,9 @@ class ScriptedSubmission:
         self.ended_ns: int | None = None
         self._updates: asyncio.Queue[JobUpdate] = asyncio.Queue()
         self._running = asyncio.create_task(self._run())
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         pass

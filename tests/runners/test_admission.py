@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import Capacity, EngineStats, Job, JobUpdate
 from app.core.ports import RunnerState, RunnerStatus
 from app.core.requests import EmbedJob
@@ -29,6 +30,9 @@ class FakeSubmission:
     async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         for update in ():
             yield [update]
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None: ...
 

@@ -1,12 +1,13 @@
 """The dispatcher of every runner: delivery of updates, and the end of jobs with the engine."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels, Pixels
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -33,6 +34,7 @@ READY = EngineReady(
 BROKEN = EngineFailed(
     kind=ErrorKind.ENGINE, message="AssertionError: planted", is_internal_error=True
 )
+PIXELS = ImagePixels(key=b"k", tiles=(Pixels(height=1, width=1, data=b"rgb"),))
 PATIENCE = 30.0
 
 
@@ -50,6 +52,9 @@ class FakeEngine:
 
     def embed(self, job: EmbedJob) -> None:
         self.calls.append(f"embed {job.id}")
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        self.calls.append(f"provide {job} {len(images)}")
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self.calls.append(f"cancel {job} {keep}")
@@ -290,5 +295,17 @@ def test_ended_work_is_not_cancelled():
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert engine.calls == ["embed v"]
+
+    with_dispatcher(body)
+
+
+def test_pixels_go_to_the_engine_until_the_job_has_ended() -> None:
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        dispatcher.receive(READY)
+        async with dispatcher.submit(job("a", b"x")) as stream:
+            stream.provide_images([PIXELS, PIXELS])
+            dispatcher.fail(AppError(ErrorKind.ENGINE, "gone"))
+            stream.provide_images([PIXELS])
+        assert engine.calls == ["submit a", "provide a 2"]
 
     with_dispatcher(body)

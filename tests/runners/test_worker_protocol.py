@@ -11,6 +11,7 @@ from msgspec import Struct, ValidationError
 from msgspec.msgpack import Decoder
 
 from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.images import ImagePixels, ImageSpan, Pixels, make_row_id
 from app.core.jobs import (
     Capacity,
     ComputeBackend,
@@ -21,6 +22,7 @@ from app.core.jobs import (
     Heartbeat,
     Job,
     LoadProgress,
+    PixelsNeeded,
     Prefilled,
     PrefixNode,
     PrefixSnapshot,
@@ -48,6 +50,7 @@ from app.runners.worker_protocol import (
     Probe,
     ProbeReply,
     PromptScoresChunk,
+    ProvideImages,
     SetSpareMemory,
     SpareMemorySet,
     Submit,
@@ -163,14 +166,17 @@ FILES = ModelFiles(
 GRAMMAR = LarkGrammar(
     text="a", parts=(Regex(pattern="b"), JsonSchema(text="{}")), inner=LarkGrammar(text="c")
 )
+KEY = bytes(range(32))
+PIXELS = ImagePixels(key=KEY, tiles=(Pixels(height=1, width=2, data=b"rgbrgb"),))
 JOB = Job(
     id="a",
-    prompt_token_ids=(1, 2**31),
+    prompt_token_ids=(1, 2**31, make_row_id(KEY, 0), -(2**62)),
     sampling=SamplingParams(logit_bias=((3, -1.5),), bad_words=((1, 2), (3,)), seed=2**63 - 1),
     max_tokens=5,
     stop_token_ids=frozenset({1, 2}),
     grammar=GRAMMAR,
     message_ends=(1,),
+    images=(ImageSpan(key=KEY, start=2, length=1, grid=(1, 1)),),
 )
 READY = EngineReady(
     stats=EngineStats(prefix_miss_counts=(("empty", 1),)),
@@ -185,6 +191,7 @@ READY = EngineReady(
 STEP = StepOutput(
     updates=(
         Started(job_id="a", cached_tokens=0, timestamp_ns=1),
+        PixelsNeeded(job_id="a", keys=(KEY,)),
         Prefilled(job_id="a", computed_tokens=2),
         # A token that a model masks has a logprob of minus infinity.
         PromptLogprobs(job_id="a", logprobs=((-math.inf, ((1, math.inf),)),)),
@@ -206,6 +213,7 @@ SNAPSHOT = PrefixSnapshot(nodes=(PrefixNode(parent=None, start=0, tokens=1, last
         ),
         (worker_protocol.COMMAND, Submit(job=JOB)),
         (worker_protocol.COMMAND, Embed(job=EmbedJob(id="b", inputs=((1,), (2,)), pooling="last"))),
+        (worker_protocol.COMMAND, ProvideImages(job="a", images=(PIXELS,))),
         (worker_protocol.COMMAND, Cancel(job="a", keep=None)),
         (worker_protocol.COMMAND, Probe()),
         (worker_protocol.COMMAND, GetPrefixSnapshot()),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tokenizers
 
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -137,6 +138,9 @@ class SessionJob:
         self._barrier = barrier
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         raise AssertionError("every output ends with a stop token")

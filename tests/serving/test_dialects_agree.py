@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
+from app.core.images import ImagePixels
 from app.core.jobs import Job, JobUpdate, Token
 from app.core.ports import Submission
 from app.core.settings import Settings
@@ -88,6 +89,9 @@ class RecordedJob:
     @property
     def ended_ns(self) -> int | None:
         return self._submission.ended_ns
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         self._submission.limit_cached_tokens(tokens)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -92,6 +93,9 @@ class EchoJob:
         self._job = job
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         pass

@@ -22,6 +22,7 @@ from app.core.events import (
     Timings,
     Usage,
 )
+from app.core.images import ImagePixels
 from app.core.jobs import (
     CacheMiss,
     Capacity,
@@ -126,6 +127,9 @@ class FakeRunner:
     async def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]:
         for update in self.updates(self.jobs[-1]):
             yield [update]
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         self.kept_tokens = tokens

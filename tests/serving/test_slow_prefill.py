@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -117,6 +118,9 @@ class SlowJob:
         self._job = job
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         pass

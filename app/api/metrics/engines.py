@@ -130,6 +130,16 @@ COUNTERS: Sequence[MetricRow] = (
         "Input tokens of embedding requests",
         lambda s: s.stats.embedded_tokens,
     ),
+    (
+        "mlxrunner_images_encoded",
+        "Images that the vision tower has encoded",
+        lambda s: s.stats.images_encoded,
+    ),
+    (
+        "mlxrunner_image_cache_hits",
+        "Images whose features were cached when a request needed them",
+        lambda s: s.stats.image_cache_hits,
+    ),
     ("mlxrunner_engine_steps", "Steps of the engine loop", lambda s: s.stats.steps),
     (
         "mlxrunner_engine_failures",

@@ -38,6 +38,7 @@ from app.runners.ranks.protocol import (
     Embed,
     Hello,
     HelloReply,
+    ProvideImages,
     RankConnection,
     RankFailed,
     RunStep,
@@ -209,6 +210,8 @@ class _Follower:
                 loop.submit(job, self._compile_matcher(command))
             case Embed(job=job):
                 loop.embed(job)
+            case ProvideImages():
+                loop.provide_images(command.job, command.images)
             case Cancel(job=job, keep=keep):
                 loop.cancel(job, keep=keep)
 

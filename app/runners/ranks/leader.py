@@ -15,11 +15,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ImagePixels
 from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
 from app.core.model_files import ModelFiles
 from app.core.requests import EmbedJob, Grammar
@@ -40,6 +41,7 @@ from app.runners.ranks.protocol import (
     Hello,
     HelloReply,
     LeaderMessage,
+    ProvideImages,
     RankConnection,
     RankFailed,
     RunStep,
@@ -238,6 +240,10 @@ class LeaderLoop:
     def embed(self, job: EmbedJob) -> None:
         self._commands.append(Embed(job=job))
         self._loop.embed(job)
+
+    def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
+        self._commands.append(ProvideImages(job=job, images=tuple(images)))
+        self._loop.provide_images(job, images)
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._commands.append(Cancel(job=job, keep=keep))

@@ -18,10 +18,12 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Ended,
     Job,
     JobUpdate,
+    PixelsNeeded,
     Prefilled,
     PromptLogprobs,
     Started,
@@ -50,6 +52,8 @@ def _compared_fields(update: JobUpdate) -> tuple[object, ...]:
     match update:
         case Started():
             return update.job_id, update.cached_tokens
+        case PixelsNeeded():
+            return update.job_id, update.keys
         case Prefilled():
             return update.job_id, update.computed_tokens
         case PromptLogprobs():
@@ -80,12 +84,19 @@ class Embed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     job: EmbedJob
 
 
+class ProvideImages(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Each rank runs the whole vision tower."""
+
+    job: str
+    images: tuple[ImagePixels, ...]
+
+
 class Cancel(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     job: str
     keep: int | None
 
 
-Command = Submit | Embed | Cancel
+Command = Submit | Embed | ProvideImages | Cancel
 
 
 class RunStep(Struct, frozen=True, kw_only=True, array_like=True, tag=True):

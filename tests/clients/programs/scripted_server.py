@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from app import cli, server
+from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -205,6 +206,9 @@ class ScriptedJob:
         self._reason: EndReason = "length" if len(ids) > job.max_tokens else "stop"
         self.started_ns: int | None = None
         self.ended_ns: int | None = None
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        raise AssertionError("the jobs have no images")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         pass
