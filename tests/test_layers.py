@@ -78,6 +78,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
     ),
+    "app.serving.image_input": frozenset({"app.core"}),
     "app.serving.model_describer": frozenset(
         {"app.core", "app.serving.pooling_config", "app.store", "app.text"}
     ),
@@ -87,12 +88,13 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
             "app.serving.model_describer",
             "app.serving.registry",
             "app.serving.generation",
+            "app.serving.image_input",
             "app.core.errors",
             "app.runners.pool",
         }
     ),
     # dialects may import app.http, but app.http no dialect
-    "app.api": frozenset({"app.core", "app.http"}),
+    "app.api": frozenset({"app.core", "app.http", "app.images"}),
     "app.http": frozenset({"app.core"}),
     # options, environment and file; commands and the server get the Settings
     "app.config": frozenset({"app.core"}),
@@ -154,6 +156,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.running_choice": frozenset(),
     "app.serving.registry": frozenset(),
     "app.serving.model_library": frozenset(),
+    "app.serving.image_input": frozenset(),
     "app.serving.model_describer": frozenset(),
     "app.serving.router": frozenset(),
     "app.api": frozenset({"msgspec", "starlette", "orjson"}),

@@ -10,7 +10,8 @@ their rows are.
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from msgspec import Struct
@@ -39,11 +40,60 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteImage:
+    """An image that a client sent as an address. param: the path of the request field."""
+
+    url: str
+    detail: ImageDetail = "auto"
+    param: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedImage:
-    """An image in a message. offset: the number of characters of `Message.content` before it."""
+    """An image in a message. offset: the number of characters of `Message.content` before it.
+    required: whether the request fails if the model cannot get the image. Otherwise, a text
+    replaces the image."""
 
     offset: int
-    image: Image
+    image: Image | RemoteImage
+    required: bool = False
+
+
+# The parts of a message: texts, and images whose offset is 0.
+ContentPart = str | PlacedImage
+
+
+def join_parts(
+    parts: Iterable[ContentPart], separator: str = "\n"
+) -> tuple[str, tuple[PlacedImage, ...]]:
+    """Joins the parts of a message. Returns its text and its images. Texts are separated from each
+    other, but not from an image."""
+    texts: list[str] = []
+    images: list[PlacedImage] = []
+    length = 0
+    after_text = False
+    for part in parts:
+        if isinstance(part, PlacedImage):
+            images.append(replace(part, offset=length))
+            after_text = False
+            continue
+        text = separator + part if after_text else part
+        texts.append(text)
+        length += len(text)
+        after_text = True
+    return "".join(texts), tuple(images)
+
+
+def split_parts(content: str | None, images: Iterable[PlacedImage]) -> Iterator[ContentPart]:
+    """Yields the parts of a message in order. No text is empty."""
+    text, start = content or "", 0
+    for placed in images:
+        if placed.offset > start:
+            yield text[start : placed.offset]
+        start = placed.offset
+        yield replace(placed, offset=0)
+    if start < len(text):
+        yield text[start:]
 
 
 class ImageSpan(Struct, frozen=True, kw_only=True, array_like=True):

@@ -14,9 +14,9 @@ from app.core.sampling_params import SamplingValue
 from app.core.settings import Settings
 from app.core.units import format_bytes, format_memory
 
-# insert: fill-in-the-middle. embedding: an embedding model rather than a chat model. rerank: scores
-# documents for a query
-Capability = Literal["completion", "tools", "insert", "thinking", "embedding", "rerank"]
+# insert: fill-in-the-middle. vision: images in messages. embedding: an embedding model rather than
+# a chat model. rerank: scores documents for a query
+Capability = Literal["completion", "tools", "insert", "thinking", "vision", "embedding", "rerank"]
 
 # Whether a model reasons before the final output: never, unless disabled by the request, or always.
 ReasoningSupport = Literal["none", "optional", "always"]

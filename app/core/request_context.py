@@ -117,6 +117,14 @@ def add_notice(text: str) -> None:
         context.notices.append(text)
 
 
+def omit_image(error: AppError) -> str:
+    """Reports an image as omitted, and returns the text that replaces it. error: the reason, whose
+    message may begin with the path of the request field."""
+    path = f"{error.param}: "
+    add_notice(f"images are omitted: {error.redact().removeprefix(path)}")
+    return f"[image omitted: {error.message.removeprefix(path)}]"
+
+
 class RequestContextObserver:
     """Records the outcome of a generation or embedding request in its context.
 

@@ -35,6 +35,7 @@ from app.core.settings import MAX_DEFAULT_PARALLEL, Settings, needs_new_process
 from app.core.thread_pools import ThreadPools
 from app.runners.pool import ModelLease, ModelPool
 from app.serving.generation import Generation
+from app.serving.image_input import iter_images, limit_images, reject_all_images
 from app.serving.model_describer import ModelDescriber
 from app.serving.registry import ModelRegistry, RegisteredModel
 
@@ -231,6 +232,7 @@ class ModelRouter:
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         entry = _entry_of(model)
         request = replace(request, adapter=_adapter_of(model))
+        request = await self._fit_images(entry, request)
         async with self._lease(entry) as lease:
             if lease.is_waiting:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
@@ -272,14 +274,31 @@ class ModelRouter:
         )
 
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
+        request = await self._fit_images(_entry_of(model), request)
         return await self._with_generation(
             model, lambda generation: generation.tokenize_chat(request)
         )
 
     async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
+        request = await self._fit_images(_entry_of(model), request)
         return await self._with_generation(
             model, lambda generation: generation.render_chat(request)
         )
+
+    async def _fit_images(
+        self, entry: RegisteredModel, request: GenerateRequest
+    ) -> GenerateRequest:
+        """Omits images that the model cannot process. Raises AppError(INVALID) if they belong to
+        the user's new question."""
+        if next(iter_images(request), None) is None:
+            return request
+        if "vision" in (await self._describe(entry)).capabilities:
+            return limit_images(request)
+        instead: list[str] = []
+        if any(placed.required for placed in iter_images(request)):
+            details = await self._list_details()
+            instead = [one.name for one in details if "vision" in one.capabilities]
+        return reject_all_images(request, entry.served.name, instead)
 
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
         return await self._with_generation(

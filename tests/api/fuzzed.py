@@ -70,8 +70,14 @@ BETWEEN_FIELDS = (
     "tool_choice.name is missing",
     "is a tool that Anthropic's servers run",
     "keep one of them",
-    "this model reads text only",  # an attachment in a question
-    "does not support vision",
+    # an attachment in a question
+    "this model reads text only",
+    "the image is missing",
+    "is not a data URL",
+    "send PNG, JPEG, WebP or GIF",
+    "the image is not valid base64",
+    "is of the variant for URLs",
+    "is not supported: send the image itself",
     "is not supported: send its text",
     "did you mean",  # an unknown field that resembles a known one
     # of Ollama's API

@@ -3,8 +3,8 @@
 Knows: every type of block, the roles that may use it, how blocks are converted to text. Must not
 know: the order of messages, chat templates.
 
-For blocks that a text model cannot process (images, PDFs), see app/api/attachments.py. Blocks that
-only Anthropic's servers understand (server tools, encrypted reasoning) are omitted.
+For images and PDFs, see app/api/attachments.py. Blocks that only Anthropic's servers understand
+(server tools, encrypted reasoning) are omitted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,24 @@ import orjson
 
 from app.api.anthropic.tool_use_ids import to_call_id
 from app.api.anthropic.tools import describe_addition, describe_removal
-from app.api.attachments import read_attachment
+from app.api.attachments import (
+    read_attachment,
+    read_image_data,
+    read_image_url,
+    refuse_image_file,
+)
 from app.api.fields import invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
 from app.api.schema.anthropic import OMITTED_BLOCKS, Block, PlainBlock, Source, TextBlock
 from app.api.schema.decode import decode_object, require
+from app.core.images import ContentPart, PlacedImage, join_parts
 from app.core.requests import Message, ToolCall
 
-# The types that are converted to text, and the types that each role may use.
-_TEXT_TYPES = ("text", "image", "document", "search_result", "tool_reference")
+# The types that are converted to text, also with images, and the types that each role may use.
+_TEXT_TYPES = ("text", "document", "search_result", "tool_reference")
+_RESULT_TYPES = ("text", "image", *_TEXT_TYPES[1:])
 _TYPES: Mapping[str, Sequence[str]] = {
-    "user": ("text", "tool_result", "compaction", *_TEXT_TYPES[1:]),
+    "user": ("text", "tool_result", "compaction", *_RESULT_TYPES[1:]),
     "assistant": ("text", "thinking", "tool_use", "compaction"),
     "system": ("text", "tool_addition", "tool_removal"),
 }
@@ -32,18 +39,18 @@ _TYPES: Mapping[str, Sequence[str]] = {
 
 @dataclass(slots=True)
 class MessageContent:
-    """The content of one message, or of consecutive messages with the same role. texts: paragraphs,
-    or the fragments of an assistant message. results: tool results, which come before the texts.
-    omitted: the types of the omitted blocks."""
+    """The content of one message, or of consecutive messages with the same role. parts: paragraphs
+    and images, or the fragments of an assistant message. results: tool results, which come before
+    the parts. omitted: the types of the omitted blocks."""
 
-    texts: list[str] = field(default_factory=list[str])
+    parts: list[ContentPart] = field(default_factory=list[ContentPart])
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     results: list[Message] = field(default_factory=list[Message])
     omitted: set[str] = field(default_factory=set[str])
 
     def extend(self, other: "MessageContent") -> None:
-        self.texts += other.texts
+        self.parts += other.parts
         self.reasoning += other.reasoning
         self.calls += other.calls
         self.results += other.results
@@ -62,7 +69,7 @@ def build_content(
     """Converts the content of a message. role: user, assistant or system. omit: whether images and
     files are omitted, rather than rejected."""
     if content is None or isinstance(content, str):
-        return MessageContent(texts=[content] if content else [])
+        return MessageContent(parts=[content] if content else [])
     built = MessageContent()
     for index, block in enumerate(content):
         at = f"{path}.{index}"
@@ -70,23 +77,33 @@ def build_content(
             built.omitted.add(block.type)
             continue
         _check_type(block, at, _TYPES[role])
-        if text := _add_block(block, at, built, omit=omit):
-            built.texts.append(text)
+        if part := _add_block(block, at, built, omit=omit):
+            built.parts.append(part)
     return built
 
 
-def build_texts(
-    content: str | Sequence[TextBlock] | None, path: str, *, omit: bool = False
-) -> list[str]:
-    """Returns the texts of a string or of blocks. Leaves out empty texts. omit: as in
-    `build_content`."""
+def build_texts(content: str | Sequence[TextBlock] | None, path: str) -> list[str]:
+    """Returns the texts of a string or of blocks that cannot be images. Leaves out empty texts."""
     if content is None or isinstance(content, str):
         return [content] if content else []
     texts: list[str] = []
     for index, block in enumerate(content):
         _check_type(block, f"{path}.{index}", _TEXT_TYPES)
-        texts.append(_build_text(block, f"{path}.{index}", omit=omit))
+        texts.append(_build_text(block, f"{path}.{index}", omit=False))
     return [text for text in texts if text]
+
+
+def _build_result(
+    content: str | Sequence[TextBlock] | None, path: str
+) -> tuple[str, tuple[PlacedImage, ...]]:
+    """Returns the text and the images of a tool result."""
+    if content is None or isinstance(content, str):
+        return content or "", ()
+    parts: list[ContentPart] = []
+    for index, block in enumerate(content):
+        _check_type(block, f"{path}.{index}", _RESULT_TYPES)
+        parts.append(_build_part(block, f"{path}.{index}", omit=True))
+    return join_parts(filter(None, parts))
 
 
 def _check_type(block: PlainBlock, path: str, supported: Sequence[str]) -> None:
@@ -98,8 +115,10 @@ def _check_type(block: PlainBlock, path: str, supported: Sequence[str]) -> None:
         )
 
 
-def _add_block(block: Block, path: str, content: MessageContent, *, omit: bool) -> str | None:
-    """Adds the content of a block, or returns its text."""
+def _add_block(
+    block: Block, path: str, content: MessageContent, *, omit: bool
+) -> ContentPart | None:
+    """Adds the content of a block, or returns its text or image."""
     match block.type:
         case "thinking":
             # the signature is not verified, but it may contain the text
@@ -116,11 +135,12 @@ def _add_block(block: Block, path: str, content: MessageContent, *, omit: bool) 
                 )
             )
         case "tool_result":
-            texts = build_texts(block.content, f"{path}.content", omit=True)
+            text, images = _build_result(block.content, f"{path}.content")
             content.results.append(
                 Message(
                     role="tool",
-                    content="\n".join(texts),
+                    content=text,
+                    images=images,
                     tool_call_id=to_call_id(require(block.tool_use_id, f"{path}.tool_use_id")),
                     is_error=block.is_error or False,
                 )
@@ -132,14 +152,18 @@ def _add_block(block: Block, path: str, content: MessageContent, *, omit: bool) 
         case "tool_removal":
             return describe_removal(require(block.tool, f"{path}.tool"), f"{path}.tool")
         case _:
-            return _build_text(block, path, omit=omit)
+            return _build_part(block, path, omit=omit)
     return None
+
+
+def _build_part(block: TextBlock, path: str, *, omit: bool) -> ContentPart:
+    if block.type == "image":
+        return _build_image(block, path, omit=omit)
+    return _build_text(block, path, omit=omit)
 
 
 def _build_text(block: TextBlock, path: str, *, omit: bool) -> str:
     match block.type:
-        case "image":
-            return read_attachment("image", path, omit=omit)
         case "document":
             return _build_document(block, path, omit=omit)
         case "search_result":
@@ -152,11 +176,24 @@ def _build_text(block: TextBlock, path: str, *, omit: bool) -> str:
             return require(block.text, f"{path}.text")
 
 
+def _build_image(block: TextBlock, path: str, *, omit: bool) -> ContentPart:
+    source = _require_source(block, path)
+    match require(source.type, f"{path}.source.type"):
+        case "base64":
+            return read_image_data(source.data, path, omit=omit)
+        case "url":
+            return read_image_url(source.url, path, omit=omit)
+        case "file":
+            return refuse_image_file(path, "a source of type file", omit=omit)
+        case other:
+            at = f"{path}.source.type"
+            message = f"{at} of an image must be 'base64' or 'url', not {quote_value(other)}"
+            raise invalid_request(at, message)
+
+
 def _build_document(block: TextBlock, path: str, *, omit: bool) -> str:
     at = f"{path}.source"
-    source = require(block.source, at)
-    if not isinstance(source, Source):
-        raise invalid_request(at, f"{at} must be an object, not {quote_value(source)}")
+    source = _require_source(block, path)
     kind = require(source.type, f"{at}.type")
     if kind == "text":
         text = require(source.data, f"{at}.data")
@@ -171,6 +208,14 @@ def _build_document(block: TextBlock, path: str, *, omit: bool) -> str:
             "source of type text or content",
         )
     return _join(block.title, block.context, text)
+
+
+def _require_source(block: TextBlock, path: str) -> Source:
+    source = require(block.source, f"{path}.source")
+    if not isinstance(source, Source):
+        at = f"{path}.source"
+        raise invalid_request(at, f"{at} must be an object, not {quote_value(source)}")
+    return source
 
 
 def _build_plain_text(content: str | Sequence[PlainBlock], path: str) -> str:

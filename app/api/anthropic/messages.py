@@ -22,6 +22,7 @@ from app.api.attachments import is_new_question
 from app.api.fields import invalid_request
 from app.api.openai.messages import normalize_content
 from app.api.schema.anthropic import AnthropicMessage, MessagesBody
+from app.core.images import ContentPart, join_parts, split_parts
 from app.core.requests import Conversation, Message
 
 # the separators between the blocks of the system prompt and between the blocks of a user message;
@@ -147,9 +148,9 @@ def _build_messages(turns: Sequence[_Turn]) -> list[Message]:
 
 
 def _build_assistant(content: MessageContent) -> list[Message]:
-    if not (content.texts or content.calls or content.reasoning):
+    if not (content.parts or content.calls or content.reasoning):
         return []
-    text = "".join(content.texts)
+    text, _ = join_parts(content.parts, "")  # these messages have no images
     return [
         Message(
             role="assistant",
@@ -161,7 +162,7 @@ def _build_assistant(content: MessageContent) -> list[Message]:
 
 
 def _build_system(turn: _Turn) -> list[Message]:
-    text = _USER_SEPARATOR.join(turn.content.texts)
+    text, _ = join_parts(turn.content.parts, _USER_SEPARATOR)
     return [Message(role="system", content=text, is_temporary=turn.is_temporary)] if text else []
 
 
@@ -170,15 +171,19 @@ def _build_user(content: MessageContent, waiting: set[str]) -> list[Message]:
     call in `waiting` is converted to text. waiting: the IDs of calls without a result; IDs that get
     a result are removed."""
     results: list[Message] = []
-    texts: list[str] = []
+    parts: list[ContentPart] = []
     for result in content.results:
         if result.tool_call_id in waiting:
             waiting.discard(result.tool_call_id)
             results.append(result)
-        elif result.content:
-            texts.append(f"Result of the tool call {result.tool_call_id}:\n{result.content}")
-    text = _USER_SEPARATOR.join((*texts, *content.texts))
-    return [*results, Message(role="user", content=text)] if text else results
+        elif result.content or result.images:
+            head = f"Result of the tool call {result.tool_call_id}:\n"
+            found = (head, *split_parts(result.content, result.images))
+            parts += split_parts(*join_parts(found, ""))
+    text, images = join_parts((*parts, *content.parts), _USER_SEPARATOR)
+    if not (text or images):
+        return results
+    return [*results, Message(role="user", content=text, images=images)]
 
 
 def _find_effort(turns: Sequence[_Turn]) -> str | None:
@@ -186,7 +191,7 @@ def _find_effort(turns: Sequence[_Turn]) -> str | None:
     for turn in reversed(turns):
         if turn.effort is not None:
             return turn.effort
-        if turn.role == "user" and turn.content.texts and not turn.content.results:
+        if turn.role == "user" and turn.content.parts and not turn.content.results:
             return None
     return None
 

@@ -13,18 +13,20 @@ from dataclasses import replace
 
 import orjson
 
-from app.api.attachments import is_new_question, read_attachment
+from app.api.attachments import is_new_question, read_image_data, read_image_url
 from app.api.fields import as_mapping, drop_nulls, invalid_request, quote_value
 from app.api.openai.messages import normalize_arguments, normalize_content
 from app.api.openai.tools import NO_PARAMETERS, check_tool_names
 from app.api.schema import ollama as schema
 from app.api.schema.decode import decode_json, decode_object
+from app.core.images import ContentPart, join_parts
 from app.core.models import ModelDetails
 from app.core.requests import Message, Tool, ToolCall
 
 
 def build_messages(messages: Sequence[schema.OllamaMessage]) -> tuple[Message, ...]:
-    """Raises AppError(INVALID) for an unknown role, and for images in a new question."""
+    """Raises AppError(INVALID) for an unknown role, and for an image of a new question that
+    cannot be read."""
     roles = [message.role.lower() for message in messages]
     question = len(roles) - 1 if is_new_question(roles) else None
     built = [
@@ -34,32 +36,37 @@ def build_messages(messages: Sequence[schema.OllamaMessage]) -> tuple[Message, .
     return tuple(_match_results(built))
 
 
-def reject_images(images: Sequence[object] | None, path: str) -> None:
-    if images:
-        raise invalid_request(path, f"{path}: this model does not support vision")
+def read_images(images: Sequence[str] | None, path: str, *, omit: bool) -> tuple[ContentPart, ...]:
+    """Reads base64 texts, or data URLs. omit: whether images that cannot be read are replaced by a
+    text, rather than rejected."""
+    return tuple(
+        read_image_url(data, f"{path}.{index}", omit=omit)
+        if data.startswith("data:")
+        else read_image_data(data, f"{path}.{index}", omit=omit)
+        for index, data in enumerate(images or ())
+    )
 
 
 def _build_message(message: schema.OllamaMessage, path: str, *, omit: bool) -> Message:
-    """omit: whether the images of the message are replaced by a text, rather than rejected."""
+    """omit: as in `read_images`."""
     role = message.role.lower()
     if role not in schema.ROLES:
         shown = quote_value(role)
         raise invalid_request(
             f"{path}.role", f"invalid role {shown}: it must be one of {', '.join(schema.ROLES)}"
         )
-    at = f"{path}.images"
-    if not omit:
-        reject_images(message.images, at)
-    images = [read_attachment("image", at, omit=True) for _ in message.images or ()]
+    # as in Ollama, the images come before the text
+    parts = (*read_images(message.images, f"{path}.images", omit=omit), message.content)
+    content, images = join_parts(filter(None, parts))
     is_assistant, is_tool = role == "assistant", role == "tool"
     calls = tuple(
         _build_call(call, f"{path}.tool_calls.{index}", f"call_{path.rpartition('.')[2]}_{index}")
         for index, call in enumerate(message.tool_calls or ())
     )
-    content = "\n".join(filter(None, (message.content, *images)))
     return Message(
         role=role,
         content=normalize_content(content, has_calls=is_assistant and bool(calls)),
+        images=images,
         reasoning=(message.thinking or None) if is_assistant else None,
         name=(message.tool_name or None) if is_tool else None,
         tool_calls=calls if is_assistant else (),

@@ -3,10 +3,11 @@
 Knows: the fields of both requests. Must not know: response formats, model loading.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from app.api.fields import invalid_request
-from app.api.ollama.messages import build_messages, build_tools, reject_images
+from app.api.ollama.messages import build_messages, build_tools, read_images
 from app.api.ollama.options import (
     build_format,
     build_options,
@@ -17,6 +18,7 @@ from app.api.ollama.options import (
 )
 from app.api.openai.request import get_keep_alive
 from app.api.schema.ollama import CHAT, GENERATE, OllamaPromptBody
+from app.core.images import ContentPart, join_parts
 from app.core.models import ModelDetails
 from app.core.requests import Conversation, GenerateRequest, Message, Prompt, Tool
 
@@ -60,17 +62,21 @@ def parse_generate(data: bytes | bytearray, details: ModelDetails, *, admin: boo
         raise invalid_request(
             "template", "template is not supported: the model's own chat template is used"
         )
-    reject_images(body.images, "images")
     if body.raw or suffix:
+        if body.images:
+            name = "raw" if body.raw else "suffix"
+            raise invalid_request("images", f"images: not supported together with {name}")
         parsed = _build(body, details, prompt, admin=admin, suffix=suffix or None)
     else:
         conversation = Conversation(
-            messages=_build_messages(system, prompt),
+            messages=_build_messages(
+                system, (*read_images(body.images, "images", omit=False), prompt)
+            ),
             param="prompt",
             earlier_ids=tuple(body.context or ()),
         )
         parsed = _build(body, details, conversation, admin=admin, with_ids=True)
-    if not prompt and not suffix:
+    if not prompt and not suffix and not body.images:
         return _as_load(parsed, body)
     if "completion" not in details.capabilities:
         raise capability_error(details, "generate", "model")
@@ -121,6 +127,7 @@ def _as_load(parsed: OllamaRequest, body: OllamaPromptBody) -> OllamaRequest:
     return replace(parsed, request=None, keep_alive=get_keep_alive(body.keep_alive))
 
 
-def _build_messages(system: str, prompt: str) -> tuple[Message, ...]:
+def _build_messages(system: str, parts: Iterable[ContentPart]) -> tuple[Message, ...]:
     first = (Message(role="system", content=system),) if system else ()
-    return (*first, Message(role="user", content=prompt))
+    text, images = join_parts(parts)
+    return (*first, Message(role="user", content=text, images=images))

@@ -3,17 +3,18 @@
 Knows: every documented role, the order of tool calls and their results, the arguments of earlier
 calls. Must not know: chat templates.
 
-For content that a text model cannot process (images, audio, files), see app/api/attachments.py.
+For images, audio and files, see app/api/attachments.py.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from app.api.attachments import is_new_question, read_attachment
+from app.api.attachments import is_new_question, read_attachment, read_image_url
 from app.api.fields import invalid_request, quote_value
 from app.api.schema import messages as schema
+from app.core.images import ContentPart, join_parts
 from app.core.requests import Conversation, Message, ToolCall
 
 # the key under which a template receives arguments that are not an object
@@ -102,10 +103,11 @@ def _build_message(message: schema.Message, at: str, *, omit: bool) -> Message:
     """omit: whether the attachments of the message are omitted, rather than rejected."""
     if isinstance(message, schema.AssistantMessage):
         return _build_assistant_message(message, at)
-    content = _join_content(message.content, at, omit=omit)
+    content, images = join_parts(_read_parts(message.content, at, omit=omit))
     return Message(
         role=schema.get_role(message),
         content=normalize_content(content),
+        images=images,
         name=message.name,
         tool_call_id=message.tool_call_id if isinstance(message, schema.ToolMessage) else None,
     )
@@ -122,10 +124,12 @@ def _build_assistant_message(message: schema.AssistantMessage, at: str) -> Messa
         )
         for call in message.tool_calls or ()
     )
-    texts = (_join_content(message.content, at, omit=True), message.refusal)
+    parts = (*_read_parts(message.content, at, omit=True), message.refusal)
+    content, images = join_parts(filter(None, parts))
     return Message(
         role="assistant",
-        content=normalize_content("\n".join(filter(None, texts)), has_calls=bool(calls)),
+        content=normalize_content(content, has_calls=bool(calls)),
+        images=images,
         reasoning=_get_reasoning(message, at),
         name=message.name,
         tool_calls=calls,
@@ -142,24 +146,25 @@ def _get_reasoning(message: schema.AssistantMessage, at: str) -> str | None:
     return older or newer or None
 
 
-def _join_content(
+def _read_parts(
     content: str | Sequence[schema.AssistantPart] | None, at: str, *, omit: bool
-) -> str | None:
-    """Joins the parts as separate paragraphs, as in vLLM and llama.cpp, so that they do not run
-    together."""
-    if content is None or isinstance(content, str):
-        return content
-    return "\n".join(
-        _get_text(part, f"{at}.content.{index}", omit=omit) for index, part in enumerate(content)
-    )
+) -> Iterator[ContentPart]:
+    """Yields the parts, which are separate paragraphs, as in vLLM and llama.cpp, so that they do
+    not run together."""
+    if isinstance(content, str):
+        yield content
+        return
+    for index, part in enumerate(content or ()):
+        yield _read_part(part, f"{at}.content.{index}", omit=omit)
 
 
-def _get_text(part: schema.AssistantPart, path: str, *, omit: bool) -> str:
+def _read_part(part: schema.AssistantPart, path: str, *, omit: bool) -> ContentPart:
     match part:
         case schema.TextPart(text=text) | schema.RefusalPart(refusal=text):
             return text
-        case schema.ImagePart():
-            return read_attachment("image", path, omit=omit)
+        case schema.ImagePart(image_url=image):
+            image = image if isinstance(image, schema.ImageUrl) else schema.ImageUrl(url=image)
+            return read_image_url(image.url, path, detail=image.detail, omit=omit)
         case schema.AudioPart():
             return read_attachment("audio", path, omit=omit)
         case schema.FilePart() | schema.VideoPart():

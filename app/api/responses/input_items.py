@@ -1,8 +1,8 @@
 """The input items of /v1/responses: their parsing, their normalized form, and their conversion to
 messages.
 
-Knows: all item fields that a text model with function calling supports, how items are converted to
-the messages of a conversation. Must not know: item storage, chat templates.
+Knows: all item fields that a model with images and function calling supports, how items are
+converted to the messages of a conversation. Must not know: item storage, chat templates.
 
 All other items are rejected with an error that contains their type and path. Items are stored,
 listed and passed to the model in normalized form.
@@ -11,12 +11,18 @@ Format: OpenAI's API reference, `ResponseInputItem`.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
 
-from app.api.attachments import AttachmentKind, is_new_question, read_attachment
+from app.api.attachments import (
+    AttachmentKind,
+    is_new_question,
+    read_attachment,
+    read_image_url,
+    refuse_image_file,
+)
 from app.api.fields import invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
 from app.api.openai.messages import normalize_arguments, normalize_content
@@ -24,6 +30,7 @@ from app.api.responses.tools import CUSTOM_INPUT, qualify_name
 from app.api.schema.decode import require
 from app.api.schema.responses import InputItem, ItemPart
 from app.core.errors import AppError, ErrorKind
+from app.core.images import ContentPart, PlacedImage, join_parts, split_parts
 from app.core.requests import Message, ToolCall
 from app.http.responses import JsonObject
 
@@ -48,19 +55,23 @@ class _AssistantTurn:
         )
 
 
-def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
+def build_messages(
+    earlier: Sequence[JsonObject], items: Sequence[JsonObject], question: int | None = None
+) -> tuple[Message, ...]:
     """Converts normalized items to messages. A truncated call was never executed, so it is dropped.
-    Raises AppError(INVALID) for an earlier call with invalid arguments."""
+    earlier: the items of stored responses. items: those of this request. question: the index of the
+    item that is the user's new question; None for none. Raises AppError(INVALID) for an image of
+    the question that cannot be read."""
     messages: list[Message | None] = []
     names: dict[str, str] = {}
     turn = _AssistantTurn()
-    for item in items:
+    for index, item in enumerate((*earlier, *items), -len(earlier)):
         match item["type"], item.get("role"):
             case "reasoning", _:
                 turn.reasoning += [part["text"] for part in item["content"]]
                 continue
             case "message", "assistant":
-                turn.content.append(_join_text(item["content"]))
+                turn.content.append(_join_parts(item["content"], "", omit=True)[0])
                 continue
             case "function_call" | "custom_tool_call", _:
                 call = _to_tool_call(item)
@@ -71,7 +82,8 @@ def build_messages(items: Iterable[JsonObject]) -> tuple[Message, ...]:
             case _:
                 messages.append(turn.message())
                 turn = _AssistantTurn()
-        messages.append(_to_message(item, names))
+        path = f"input.{index}" if index >= 0 else "previous_response_id"
+        messages.append(_to_message(item, names, path, omit=index != question))
     messages.append(turn.message())
     return tuple(message for message in messages if message is not None)
 
@@ -84,21 +96,27 @@ def prepend_instructions(
     instructions."""
     if instructions is None:
         return messages
-    texts = [instructions]
+    parts: list[ContentPart] = [instructions]
     rest = list(messages)
     while rest and rest[0].role in ("system", "developer"):
-        texts.append(rest.pop(0).content or "")
-    return (Message(role="system", content="\n\n".join(texts)), *rest)
+        first = rest.pop(0)
+        parts += split_parts(first.content, first.images)
+    text, images = join_parts(parts, "\n\n")
+    return (Message(role="system", content=text, images=images), *rest)
 
 
-def _to_message(item: JsonObject, names: dict[str, str]) -> Message:
+def _to_message(item: JsonObject, names: dict[str, str], path: str, *, omit: bool) -> Message:
+    """omit: whether images that cannot be read are omitted, rather than rejected."""
     if item["type"] == "message":
-        return Message(role=item["role"], content=_join_text(item["content"]))
+        text, images = _join_parts(item["content"], f"{path}.content", omit=omit)
+        return Message(role=item["role"], content=text, images=images)
     assert item["type"] in _OUTPUT_TYPES
+    text, images = _join_parts(item["output"], f"{path}.output", omit=True)
     call_id = item["call_id"]
     return Message(
         role="tool",
-        content=_join_text(item["output"]),
+        content=text,
+        images=images,
         tool_call_id=call_id,
         name=names.get(call_id),
     )
@@ -113,11 +131,23 @@ def _to_tool_call(item: JsonObject) -> ToolCall:
     return ToolCall(id=item["call_id"], name=name, arguments=arguments)
 
 
-def _join_text(content: str | list[JsonObject]) -> str:
+def _join_parts(
+    content: str | list[JsonObject], path: str, *, omit: bool
+) -> tuple[str, tuple[PlacedImage, ...]]:
     """Joins parts as separate paragraphs, as in chat completions."""
     if isinstance(content, str):
-        return content
-    return "\n".join(part["refusal"] if "refusal" in part else part["text"] for part in content)
+        return content, ()
+    return join_parts(
+        _read_part(part, f"{path}.{index}", omit=omit) for index, part in enumerate(content)
+    )
+
+
+def _read_part(part: JsonObject, path: str, *, omit: bool) -> ContentPart:
+    if part.get("type") != "input_image":
+        return part["refusal"] if "refusal" in part else part["text"]
+    if part["image_url"] is None and "file_id" in part:
+        return refuse_image_file(path, "file_id", omit=omit)
+    return read_image_url(part["image_url"], path, detail=part["detail"], omit=omit)
 
 
 _OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
@@ -125,7 +155,6 @@ _OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
 _INPUT_PARTS = ("input_text", "input_image", "input_file", "input_audio")
 _OUTPUT_PARTS = ("output_text", "refusal", "input_text")
 _ATTACHMENTS: Mapping[str, AttachmentKind] = {
-    "input_image": "image",
     "input_file": "file",
     "input_audio": "audio",
 }
@@ -143,11 +172,18 @@ def build_input(value: str | Sequence[InputItem], find_item: ItemLookup) -> list
     AppError(INVALID) or AppError(NOT_FOUND)."""
     if isinstance(value, str):
         return [_message_item("user", [_input_text(value)])]
-    question = len(value) - 1 if is_new_question([*map(_get_role, value)]) else None
+    question = find_question(value)
     return [
         _build_item(item, f"input.{index}", find_item, omit=index != question)
         for index, item in enumerate(value)
     ]
+
+
+def find_question(value: str | Sequence[InputItem]) -> int | None:
+    """Returns the index of the user's new question in `input`, or None."""
+    if isinstance(value, str):
+        return 0
+    return len(value) - 1 if is_new_question([*map(_get_role, value)]) else None
 
 
 def _get_role(item: InputItem) -> str:
@@ -158,7 +194,7 @@ def _get_role(item: InputItem) -> str:
 
 
 def _build_item(item: InputItem, path: str, find_item: ItemLookup, *, omit: bool) -> JsonObject:
-    """Converts an item. omit: whether its attachments are omitted, rather than rejected."""
+    """Converts an item. omit: whether its audio and files are omitted, rather than rejected."""
     match item.type or ("message" if item.role is not None else "item_reference"):
         case "message":
             return _build_message(item, path, omit=omit)
@@ -230,6 +266,13 @@ def _build_part(part: ItemPart, path: str, types: Collection[str], *, omit: bool
     _check_type(part, path, types)
     if part.type in _ATTACHMENTS:
         return _input_text(read_attachment(_ATTACHMENTS[part.type], f"{path}.type", omit=omit))
+    if part.type == "input_image":
+        return {
+            "type": "input_image",
+            "image_url": part.image_url,
+            "detail": part.detail or "auto",
+            **({} if part.file_id is None else {"file_id": part.file_id}),
+        }
     if part.type == "refusal":
         return {"type": "refusal", "refusal": require(part.refusal, f"{path}.refusal")}
     text = require(part.text, f"{path}.text")

@@ -16,7 +16,12 @@ from app.api.openai.reasoning import build_response_thinking
 from app.api.openai.request import check_metadata, get_keep_alive
 from app.api.openai.sampling import build_sampling, build_stop_conditions, build_template_options
 from app.api.openai.structured_outputs import build_named_schema, build_object_schema
-from app.api.responses.input_items import build_input, build_messages, prepend_instructions
+from app.api.responses.input_items import (
+    build_input,
+    build_messages,
+    find_question,
+    prepend_instructions,
+)
 from app.api.responses.tools import ResponseTools, build_response_tools, render_tools
 from app.api.schema.base import NULL
 from app.api.schema.decode import BodyDecoder, decode_json
@@ -142,7 +147,9 @@ def _build_messages(
     input of this request."""
     previous = body.previous_response_id
     earlier = history.get_conversation(previous) if previous is not None else ()
-    messages = prepend_instructions(body.instructions, build_messages((*earlier, *items)))
+    question = find_question(body.input or [])
+    messages = build_messages(earlier, items, question)
+    messages = prepend_instructions(body.instructions, messages)
     if not messages:
         raise invalid_request("input", "input must contain at least one item for the model")
     return messages

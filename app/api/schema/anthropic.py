@@ -73,10 +73,12 @@ class PlainBlock(Item, kw_only=True, frozen=True):
 class Source(Item, kw_only=True, frozen=True):
     """The source of an image or a document."""
 
-    opaque_types: ClassVar[TypeNames] = frozenset(("base64", "url", "file"))
+    ignored = ignore_fields("media_type")
 
     type: str | None = None
     data: str | None = None
+    url: str | None = None
+    file_id: str | None = None
     content: str | list[PlainBlock] | None = None
 
 

@@ -2,7 +2,7 @@
 
 Knows: the fields of messages. Must not know: the order of messages, chat templates.
 
-For content that a text model cannot process (images, audio, files), see app/api/attachments.py.
+For images, audio and files, see app/api/attachments.py.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -11,6 +11,15 @@ from msgspec import Meta
 
 from app.api.schema.base import Identifier, Item, describe, ignore_fields, reject_fields
 from app.core.sampling_params import INT64_MAX
+
+ImageDetail = Annotated[
+    Literal["auto", "low", "high", "original"] | None,
+    describe(
+        "`low` scales the image to about 512 × 512 pixels. The others scale it only to the model's "
+        "limit.",
+        component="ImageDetail",
+    ),
+]
 
 
 class _Part(Item, kw_only=True, frozen=True, tag_field="type"):
@@ -35,10 +44,23 @@ class RefusalPart(_Part, kw_only=True, frozen=True, tag="refusal"):
     refusal: str
 
 
-class ImagePart(_Part, kw_only=True, frozen=True, tag="image_url"):
-    """An image. Replaced by a text, or rejected in a question."""
+class ImageUrl(Item, kw_only=True, frozen=True):
+    """The image."""
 
-    ignored = ignore_fields("cache_control", image_url="The image, or its address.")
+    url: str | None = None
+    detail: ImageDetail = None
+
+
+class ImagePart(_Part, kw_only=True, frozen=True, tag="image_url"):
+    """An image. With a model that reads text only, a text replaces it, or it is rejected in a
+    question."""
+
+    # vLLM's name of an image that it may have cached
+    ignored = ignore_fields("cache_control uuid")
+
+    image_url: Annotated[
+        str | ImageUrl | None, describe("A data URL, such as `data:image/png;base64,iVBO…`.")
+    ] = None
 
 
 class AudioPart(_Part, kw_only=True, frozen=True, tag="input_audio"):

@@ -60,6 +60,16 @@ def _describe_knob(name: str) -> Meta:
     return describe(knob.doc, message=message, exact=exact)
 
 
+Images = Annotated[
+    list[str] | None,
+    describe(
+        "The images before the text, as base64 or data URLs. With a model that reads text only, a "
+        "text replaces them, or they are rejected in a question.",
+        component="OllamaImages",
+    ),
+]
+
+
 class OllamaOptions(Item, kw_only=True, frozen=True):
     """Sampling parameters and limits. Options of llama.cpp (`num_batch`, `num_gpu`, `num_thread`,
     `use_mmap`, `mirostat` and others) have no effect. Unknown options are ignored and reported."""
@@ -123,9 +133,7 @@ class OllamaMessage(Item, kw_only=True, frozen=True):
     role: Annotated[str, describe(schema={"enum": [*ROLES]})]
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[
-        list[Raw] | None, describe("Replaced by a text, or rejected in a question.")
-    ] = None
+    images: Images = None
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -240,7 +248,7 @@ class OllamaGenerateBody(OllamaPromptBody, kw_only=True, frozen=True):
     ] = None
     raw: Annotated[bool | None, describe("The prompt is not rendered.")] = None
     template: str | None = None
-    images: list[Raw] | None = None
+    images: Images = None
 
 
 class OllamaEmbedBody(OllamaBody, kw_only=True, frozen=True):

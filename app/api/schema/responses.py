@@ -30,6 +30,7 @@ from app.api.schema.generation import (
     LogprobsCount,
     Verbosity,
 )
+from app.api.schema.messages import ImageDetail
 from app.api.schema.openai import Metadata, ServiceTier, TemplateOptions
 from app.api.schema.reasoning import (
     EnableThinking,
@@ -89,7 +90,7 @@ _TOOLS = {"anyOf": refer("ResponseFunction", "CustomTool", "NamespaceTool", "Hos
 class ItemPart(Item, kw_only=True, frozen=True):
     """A part of an item. The item determines which types it may have."""
 
-    opaque_types: ClassVar[TypeNames] = frozenset(("input_image", "input_file", "input_audio"))
+    opaque_types: ClassVar[TypeNames] = frozenset(("input_file", "input_audio"))
 
     type: (
         Literal["input_text", "output_text", "refusal", "reasoning_text", "text", "summary_text"]
@@ -97,6 +98,11 @@ class ItemPart(Item, kw_only=True, frozen=True):
     )
     text: str | None = None
     refusal: str | None = None
+    image_url: Annotated[
+        str | None, describe("A data URL, such as `data:image/png;base64,iVBO…`.")
+    ] = None
+    file_id: str | None = None
+    detail: ImageDetail = None
     annotations: Annotated[Raw, describe(schema={"type": ["array", "null"]})] = NULL
     logprobs: Annotated[Raw, describe(schema={"type": ["array", "null"]})] = NULL
 

@@ -151,7 +151,6 @@ def test_an_error_names_the_capability_that_a_model_does_not_have(generate: Fake
     for reply, name in (
         (chat(call, think=True), "thinking"),
         (chat(call, tools=[TOOL]), "tools"),
-        (chat(call, messages=[{**HI[0], "images": ["aGk="]}]), "vision"),
         (call("POST", "/api/generate", generate_body), "insert"),
     ):
         assert reply.status == 400

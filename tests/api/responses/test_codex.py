@@ -15,6 +15,7 @@ from app.core.settings import Settings
 from tests.api.asgi import Conversation as Exchange
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FOREVER, FakeGenerate, Pause, Script, build_fake_app, finish, text
+from tests.image_files import make_data_url
 
 SPAWN = '{"message":"look","model":"m"}'
 FIRST_TURN: Script = (
@@ -58,7 +59,7 @@ def send_second_turn(recorded: Any, events: list[Any]) -> dict[str, Any]:
             "call_id": "call_2",
             "output": [
                 {"type": "input_text", "text": "agent 7"},
-                {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+                {"type": "input_image", "image_url": make_data_url()},
             ],
         },
     ]
@@ -124,7 +125,8 @@ def test_the_second_turn_gives_the_model_its_own_turn_again(recorded: Any, kept:
         ToolCall(id="call_2", name="multi_agent_v1__spawn_agent", arguments=SPAWN),
     )
     assert (listed.role, listed.content) == ("tool", "README.md")
-    assert spawned.content == "agent 7\n[image omitted: this model reads text only]"
+    assert spawned.content == "agent 7"
+    assert [placed.offset for placed in spawned.images] == [7]
     assert {call.name for call in turn.tool_calls} <= {tool.name for tool in request.tools}
 
 

@@ -206,7 +206,8 @@ def test_a_refusal_is_content_of_the_assistant():
     [
         ({"type": "web_search_call", "id": "ws_1"}, "input.0.type"),
         ({"role": "tool", "content": "x"}, "input.0.role"),
-        ({"role": "user", "content": [{"type": "input_image"}]}, "input.0.content.0.type"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input.0.content.0"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "input.0.content.0.type"),
         ({"role": "user", "content": [{"type": "output_text", "text": ""}]}, None),
         ({"role": "user", "content": 5}, "input.0.content"),
         (CALL | {"arguments": {}}, "input.0.arguments"),

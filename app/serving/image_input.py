@@ -1,0 +1,99 @@
+"""Which images of a request the model gets: the rule for images that it cannot process.
+
+Knows: the messages of a request. Must not know: dialects, model families, pixels.
+
+An image of the user's new question that the model cannot process is an error. Another image is
+replaced by a text, and the response has a notice: an error would end the conversation, because the
+client sends the same turns with every later request.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from app.core.errors import AppError, ErrorKind
+from app.core.images import ContentPart, PlacedImage, join_parts, split_parts
+from app.core.request_context import omit_image
+from app.core.requests import Conversation, GenerateRequest, Message
+
+# the maximum number of images in a request
+MAX_IMAGES = 100
+
+# the maximum number of names in an error message
+_MAX_NAMES = 5
+
+Reject = Callable[[PlacedImage], AppError | None]
+
+
+def iter_images(request: GenerateRequest) -> Iterator[PlacedImage]:
+    """Yields the images of a request in order."""
+    if isinstance(request.prompt, Conversation):
+        for message in request.prompt.messages:
+            yield from message.images
+
+
+def omit_images(request: GenerateRequest, reject: Reject) -> GenerateRequest:
+    """Replaces images by a text. reject: returns the reason why the model cannot get an image, or
+    None. Raises the reason for an image that is required."""
+    conversation = request.prompt
+    if not isinstance(conversation, Conversation):
+        return request
+    messages = tuple(_omit_images(message, reject) for message in conversation.messages)
+    return replace(request, prompt=replace(conversation, messages=messages))
+
+
+def _omit_images(message: Message, reject: Reject) -> Message:
+    if not message.images:
+        return message
+    parts: list[ContentPart] = []
+    for part in split_parts(message.content, message.images):
+        error = reject(part) if isinstance(part, PlacedImage) else None
+        if error is None or isinstance(part, str):
+            parts.append(part)
+        elif part.required:
+            raise error
+        else:
+            parts.append(omit_image(error))
+    content, images = join_parts(parts)
+    return replace(message, content=content, images=images)
+
+
+def limit_images(request: GenerateRequest) -> GenerateRequest:
+    """Omits the oldest images if the request has too many. Raises AppError(INVALID) if the new
+    question alone has too many."""
+    excess = sum(1 for _ in iter_images(request)) - MAX_IMAGES
+    if excess <= 0:
+        return request
+    position = iter(range(excess))
+
+    def reject(placed: PlacedImage) -> AppError | None:
+        if next(position, None) is None:
+            return None
+        return _make_error(placed, f"a request may have at most {MAX_IMAGES} images: send fewer")
+
+    return omit_images(request, reject)
+
+
+def reject_all_images(
+    request: GenerateRequest, model: str, models_with_vision: Sequence[str]
+) -> GenerateRequest:
+    """Omits all images, for a model that reads text only. models_with_vision: the names of the
+    installed models that process images."""
+    instead = _name_models(models_with_vision)
+
+    def reject(placed: PlacedImage) -> AppError:
+        remedy = f" ({model}): remove the image, or use {instead}" if placed.required else ""
+        return _make_error(placed, f"this model reads text only{remedy}")
+
+    return omit_images(request, reject)
+
+
+def _make_error(placed: PlacedImage, message: str) -> AppError:
+    param = placed.image.param
+    return AppError(ErrorKind.INVALID, f"{param}: {message}", param=param)
+
+
+def _name_models(names: Sequence[str]) -> str:
+    if not names:
+        return "a model with vision"
+    more = ", …" if len(names) > _MAX_NAMES else ""
+    return f"one of these models: {', '.join(names[:_MAX_NAMES])}{more}"
