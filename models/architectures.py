@@ -22,10 +22,17 @@ from models.checkpoint_config import (
     is_multimodal,
 )
 from models.gguf.layers import StoredBlocks, replace_with_gguf_layers
-from models.multimodal import drop_other_modules, get_text_weights, lacks_lm_head
+from models.multimodal import (
+    drop_other_modules,
+    get_text_weights,
+    get_vision_weights,
+    lacks_lm_head,
+)
 from models.ollama_names import to_mlx_names
 from models.published_formats import Conversion, convert_published
 from models.quant import check_quant_method, quantize_model, replace_quantized_layers
+from models.vision.build import build_tower
+from models.vision.tower import VisionTower
 
 _MAX_NAMED = 5
 
@@ -69,15 +76,19 @@ def build(
     *,
     bits: int | None = None,
     blocks: Sequence[StoredBlocks] = (),
+    vision: bool = True,
+    processor: Mapping[str, Any] | None = None,
 ) -> Model:
     """Builds the model that `config` describes, with `weights`. Nothing is evaluated yet. For a
-    multimodal checkpoint, the result is the text model.
+    multimodal checkpoint, the result is the text model; its attribute `vision` is the vision tower,
+    or None.
 
     weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
     Their packing is inferred from the tensors and not from the config. Formats of other quantizers
     are converted (models/published_formats.py). bits: the number of bits to which unquantized
-    weights are quantized; None leaves them unchanged. blocks: of weights from a GGUF file, which
-    are used if the CPU kernels are.
+    weights of the text model are quantized; None leaves them unchanged. blocks: of weights from a
+    GGUF file, which are used if the CPU kernels are. vision: whether to build the vision tower, if
+    models/vision/ supports it and the checkpoint contains it. processor: preprocessor_config.json.
 
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
     for a tensor that is missing, unexpected, or has a wrong shape or type.
@@ -97,22 +108,48 @@ def build(
     if is_multimodal(whole):
         weights = drop_other_modules(weights, model)
     packed = kernels.ops() is not None and replace_with_gguf_layers(model, weights, blocks)
-    packed |= replace_quantized_layers(model, weights)
-    _check_tensors(model, weights)
-    model.load_weights(list(weights.items()), strict=False)
+    packed |= _load_tensors(model, weights)
     if bits is not None:
         if packed:
             raise ModelError("the weights are already quantized and cannot be quantized again")
         quantize_model(model, bits)
+    model.vision = _build_tower(whole, named, processor) if vision else None
     model.eval()
     model.conversion = conversion
     return model
+
+
+def _build_tower(
+    config: Mapping[str, Any], weights: Mapping[str, mx.array], processor: Mapping[str, Any] | None
+) -> VisionTower | None:
+    built = build_tower(config, get_vision_weights(weights), processor)
+    if built is None:
+        return None
+    tower, tensors = built
+    try:
+        _load_tensors(tower, tensors)
+    except TensorError as error:
+        raise TensorError(f"the vision tower: {error}", error.tensors) from error
+    return tower
+
+
+def _load_tensors(model: Any, weights: dict[str, mx.array]) -> bool:
+    """Sets the parameters of the model. Returns whether some are quantized."""
+    packed = replace_quantized_layers(model, weights)
+    _check_tensors(model, weights)
+    model.load_weights(list(weights.items()), strict=False)
+    return packed
 
 
 def get_conversion(model: Model) -> Conversion | None:
     """Returns how the weights of a model from `build` were converted, if they were in a format of
     another quantizer."""
     return getattr(model, "conversion", None)
+
+
+def get_tower(model: Model) -> VisionTower | None:
+    """Returns the vision tower of a model from `build`, if it has one."""
+    return getattr(model, "vision", None)
 
 
 def _build_architecture(architecture: Any, config: Mapping[str, Any]) -> Any:

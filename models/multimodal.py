@@ -1,4 +1,5 @@
-"""Extracts the tensors of the text model from a checkpoint that may be multimodal.
+"""Extracts the tensors of the text model, or of the vision modules, from a checkpoint that may be
+multimodal.
 
 Knows: the names of parts among the tensors. Must not know: config.json, architectures, disks.
 """
@@ -27,13 +28,9 @@ _TEXT_MODULES = frozenset(
     for name in ("embed_tokens", "layers", "lm_head", "model", "norm")
 )
 
-# vision and audio modules and their projectors, and the draft model in Ollama's store
-_NON_TEXT_MODULES = frozenset(
+_VISION_MODULES = frozenset(
     {
-        "audio_tower",
         "connector",
-        "draft",
-        "embed_audio",
         "embed_vision",
         "image_newline",
         "mm_projector",
@@ -44,6 +41,9 @@ _NON_TEXT_MODULES = frozenset(
         "visual",
     }
 )
+
+# vision and audio modules and their projectors, and the draft model in Ollama's store
+_NON_TEXT_MODULES = _VISION_MODULES | {"audio_tower", "draft", "embed_audio"}
 
 
 def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -58,6 +58,15 @@ def get_text_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return {
         f"model.{name}" if name.startswith(_BACKBONE_PREFIXES) else name: array
         for name, array in named.items()
+    }
+
+
+def get_vision_weights(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Returns the tensors of vision modules and their projectors, without the prefix `model.`."""
+    return {
+        plain: array
+        for name, array in weights.items()
+        if (plain := name.removeprefix("model.")).partition(".")[0] in _VISION_MODULES
     }
 
 

@@ -1,0 +1,176 @@
+"""Writes tests/models/vision/reference.json: what transformers computes with tiny vision towers.
+
+It needs torch, and therefore the environment of `make parity` (requirements/parity.in):
+
+    python -m tests.models.vision.reference [CASE…]
+
+A tensor of a checkpoint is drawn from its name, and pixels from the size of the image, so that the
+file contains only shapes and outputs. The weights are large, because with small ones the residual
+stream hides errors.
+"""
+
+import base64
+import json
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = Path(__file__).with_name("reference.json")
+
+# the height and the width of each tile of an image
+Sizes = Sequence[tuple[int, int]]
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+_QWEN3: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """kind: the class of transformers. images: the tiles of each image. compute: see `_qwen`."""
+
+    kind: str
+    config: Mapping[str, Any]
+    images: Sequence[Sizes]
+    compute: Callable[[Any, Sequence[np.ndarray]], list[Any]]
+
+
+def draw_tensor(name: str, shape: Sequence[int]) -> np.ndarray:
+    """The tensor of a checkpoint, drawn from its name."""
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    if len(shape) > 1:
+        return (0.15 * drawn).astype(np.float32)
+    is_norm = name.endswith("weight")
+    return (0.3 * drawn + is_norm).astype(np.float32)
+
+
+def draw_image(sizes: Sizes) -> list[np.ndarray]:
+    """The tiles of an image, uint8."""
+    rng = np.random.default_rng(list(np.ravel(sizes)))
+    return [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+
+
+def normalize(tile: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """The values of pixels [height, width, 3], with the arithmetic of transformers' processors."""
+    scaled = (tile.astype(np.float64) * (1 / 255)).astype(np.float32)
+    return (scaled - np.array(mean, np.float32)) / np.array(std, np.float32)
+
+
+def decode(text: str, hidden: int) -> np.ndarray:
+    """The rows [T, hidden] in the file."""
+    return np.frombuffer(base64.b64decode(text), np.float32).reshape(-1, hidden)
+
+
+def make_qwen_patches(values: np.ndarray, patch: int, merge: int) -> tuple[np.ndarray, list[int]]:
+    """Values [height, width, 3] in the layout of Qwen2VLImageProcessor, with their grid."""
+    rows, cols = values.shape[0] // patch, values.shape[1] // patch
+    x = values.transpose(2, 0, 1)
+    x = x.reshape(3, rows // merge, merge, patch, cols // merge, merge, patch)
+    x = x.transpose(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
+    x = np.broadcast_to(x, (*x.shape[:5], 2, *x.shape[6:]))
+    return x.reshape(rows * cols, -1), [1, rows, cols]
+
+
+def _qwen3(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    """Returns the rows and the DeepStack rows of an image."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    patches, grid = make_qwen_patches(normalize(tiles[0], [0.5] * 3, [0.5] * 3), 16, 2)
+    found = model.model.visual(torch.tensor(patches), torch.tensor([grid]))
+    return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+
+
+_QWEN3_IMAGES: Sequence[Sizes] = ([(64, 96)], [(32, 32)], [(160, 32)])
+
+CASES: Mapping[str, Case] = {
+    "qwen3_vl": Case(
+        kind="Qwen3VLForConditionalGeneration",
+        config={
+            "text_config": _TEXT,
+            "vision_config": {**_QWEN3, "deepstack_visual_indexes": [0, 2]},
+        },
+        images=_QWEN3_IMAGES,
+        compute=_qwen3,
+    ),
+    "qwen3_5": Case(
+        kind="Qwen3_5ForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "layer_types": ["full_attention"]},
+            "vision_config": _QWEN3,
+        },
+        images=_QWEN3_IMAGES,
+        compute=_qwen3,
+    ),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    found = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for name in names or CASES:
+        found[name] = _compute(CASES[name])
+    FILE.write_text(json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n")
+
+
+def save_checkpoint(case: Case, folder: Path) -> Any:
+    """Saves a model with drawn weights and returns it."""
+    import transformers
+    from safetensors.numpy import load_file, save_file
+
+    make: Any = getattr(transformers, case.kind)
+    make(make.config_class(**case.config)).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    shapes = {name: array.shape for name, array in load_file(file).items()}
+    drawn = {name: draw_tensor(name, shape) for name, shape in shapes.items()}
+    save_file(drawn, file, metadata={"format": "pt"})
+    return make.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def _compute(case: Case) -> Any:
+    import torch  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import load_file
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        model = save_checkpoint(case, folder)
+        config = json.loads((folder / "config.json").read_text())
+        saved = load_file(folder / "model.safetensors")
+    shapes = {
+        name: list(array.shape)
+        for name, array in saved.items()
+        if "language_model." not in name and not name.startswith("lm_head.")
+    }
+    with torch.no_grad():
+        outputs = [case.compute(model, draw_image(sizes)) for sizes in case.images]
+    return {
+        "config": {key: config[key] for key in config if key != "transformers_version"},
+        "tensors": shapes,
+        "outputs": [[_encode(rows) for rows in image] for image in outputs],
+    }
+
+
+def _encode(rows: Any) -> str:
+    return base64.b64encode(np.ascontiguousarray(rows.numpy(), np.float32).tobytes()).decode()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
