@@ -79,7 +79,9 @@ def open_model(
     try:
         # ranks share matrices of MLX's packings only
         blocks = unread.blocks if unread is not None and share is None else ()
-        model = architectures.build(files.config, weights, bits=bits, blocks=blocks)
+        model = architectures.build(
+            files.config, weights, bits=bits, blocks=blocks, processor=files.processor_config
+        )
         if share is not None:
             shard_model(model, share, files.config["model_type"])
         assert isinstance(model, nn.Module)
