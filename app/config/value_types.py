@@ -251,17 +251,17 @@ def names() -> ValueType:
 
 
 def adapters() -> ValueType:
-    """Named folders, NAME=FOLDER; `~` is expanded."""
+    """Named folders or files, NAME=PATH; `~` is expanded."""
 
     def parse(word: str) -> AdapterSettings:
-        name, equals, folder = word.partition("=")
-        if not equals or not folder or "\0" in folder or not _ADAPTER_NAME.fullmatch(name):
+        name, equals, path = word.partition("=")
+        if not equals or not path or "\0" in path or not _ADAPTER_NAME.fullmatch(name):
             raise ValueError
-        return AdapterSettings(name=name, path=os.path.expanduser(folder))
+        return AdapterSettings(name=name, path=os.path.expanduser(path))
 
     return ValueType(
-        description="NAME=FOLDER, with a name of letters, digits, '.', '_' and '-'",
-        metavar="NAME=FOLDER",
+        description="NAME=PATH, with a name of letters, digits, '.', '_' and '-'",
+        metavar="NAME=PATH",
         parse=parse,
         to_toml_item=lambda value: f"{value.name}={value.path}",
         is_list=True,

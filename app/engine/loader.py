@@ -17,7 +17,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.core.units import format_bytes
-from app.engine.adapters import Adapters
+from app.engine.adapters import open_adapters
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
 from app.engine.embedding_head import load_embedding_head
@@ -161,7 +161,7 @@ def _load(
         for reason in apply_gpu_layout(model):
             log.warning("%s", reason)
     # they copy the modules in their final layout
-    adapters = Adapters(model, settings.adapters) if settings.adapters else None
+    adapters = open_adapters(model, files, settings.adapters)
     if not getattr(model, "may_share_pass", True):
         log.info("%s: sequences are computed one by one, because its class is mlx-lm's", files.name)
     memory = _profile_memory(model, fit, files, settings)

@@ -193,6 +193,7 @@ class ModelRunner:
         may_pack = self._selects or mx.default_device().type == mx.DeviceType.gpu
         self.packs_prompts = (
             may_pack
+            and not (adapters is not None and adapters.has_default)
             and model.batch_invariant
             and all(isinstance(layer, KVBuffers) for layer in model.make_kv())
         )
@@ -288,7 +289,8 @@ class ModelRunner:
         if self._adapters is None:
             return self._model
         names = [sequence.job.adapter for sequence in rows]
-        return self._adapters.select(names) if any(names) else self._model
+        is_used = any(names) or self._adapters.has_default
+        return self._adapters.select(names) if is_used else self._model
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
         """Computes the log probabilities of the next prompt tokens.

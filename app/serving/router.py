@@ -249,6 +249,9 @@ class ModelRouter:
         if _adapter_of(model):
             message = f"embeddings of an adapter are not supported: request {entry.served.name}"
             raise AppError(ErrorKind.INVALID, message, param="model")
+        if entry.files.adapter_path is not None:
+            message = f"{entry.served.name} contains an adapter, and has no embeddings with it"
+            raise AppError(ErrorKind.INVALID, message, param="model")
         async with self._lease(entry) as lease:
             try:
                 async with asyncio.timeout(self._load_wait):
@@ -642,16 +645,18 @@ def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
         files.weights_digest,
         repr(sorted((name, str(value)) for name, value in files.config.items())),
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
-        repr([_read_versions(adapter.path) for adapter in settings.adapters]),
+        repr([_read_versions(Path(adapter.path)) for adapter in settings.adapters]),
+        repr(files.adapter_path and _read_versions(files.adapter_path)),
     )
     return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"
 
 
-def _read_versions(folder: str) -> list[tuple[str, int, int]]:
-    """Returns the name, the size and the modification time of each file in an adapter's folder. A
-    folder that cannot be read is reported by the load."""
+def _read_versions(adapter: Path) -> list[tuple[str, int, int]]:
+    """Returns the name, the size and the modification time of each file of an adapter, which is a
+    folder or a file. One that cannot be read is reported by the load."""
     with suppress(OSError):
-        found = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
+        paths = sorted(adapter.iterdir()) if adapter.is_dir() else [adapter]
+        found = [(path.name, path.stat()) for path in paths]
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
     return []
 

@@ -176,11 +176,7 @@ def rename_tensors(file: GGUFFile) -> dict[str, str]:
         block = _BLOCK.fullmatch(name)
         if name in _CONFIG_TENSORS or (block is not None and int(block[1]) >= layers):
             continue
-        if block is None:
-            target = _rename(name, {**_NAMES, **architecture.global_names})
-        else:
-            target = _rename(block[2], {**_LAYER_NAMES, **architecture.names})
-            target = target and f"model.layers.{block[1]}.{target}"
+        target = rename_tensor(name, architecture)
         if target is None:
             unknown.append(name)
         else:
@@ -192,6 +188,16 @@ def rename_tensors(file: GGUFFile) -> dict[str, str]:
             f"{', '.join(unknown[:3])}{more}"
         )
     return named
+
+
+def rename_tensor(name: str, architecture: Architecture) -> str | None:
+    """Returns the name of a tensor's parameter in our modules, or None for a tensor that the
+    architecture does not have."""
+    block = _BLOCK.fullmatch(name)
+    if block is None:
+        return _rename(name, {**_NAMES, **architecture.global_names})
+    target = _rename(block[2], {**_LAYER_NAMES, **architecture.names})
+    return target and f"model.layers.{block[1]}.{target}"
 
 
 def count_layers(metadata: Metadata) -> int:

@@ -103,11 +103,11 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
         tensor = file.tensors[name]
         raw = unread.add(tensor)
         parts = _unpack(target, raw, tensor.type)
-        if architecture.rotates_pairs and target.endswith(_ROTATED):
+        if architecture.rotates_pairs and target.endswith(ROTATED):
             heads = "head_count" if ".q_proj." in target else "head_count_kv"
             count = metadata.integer(f"attention.{heads}", metadata.integer("attention.head_count"))
-            parts = _split_rotated_pairs(parts, count)
-            raw = raw[_pair_order(target, raw, count)]
+            parts = {name: split_rotated_pairs(name, one, count) for name, one in parts.items()}
+            raw = split_rotated_pairs(target, raw, count)
         if architecture.norms_have_one_added and target.endswith("norm.weight"):
             parts = {target: parts[target] - 1}
         if not tensor.type.is_plain and target.endswith(".weight"):
@@ -119,19 +119,19 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
 
 
 # projections whose rows are those of rotated heads
-_ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
+ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 
 
 def _unpack(name: str, raw: mx.array, kind: GGMLType) -> Arrays:
     """Returns the weight `name` and, if it is packed, its scales and biases. This is the storage
     without the kernels: `models.architectures.build` replaces it with the blocks."""
     if kind.is_plain:
-        return {name: raw.view(_PLAIN_DTYPES[kind.name])}
+        return {name: to_floats(raw, kind)}
     module, _, part = name.rpartition(".")
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     storage = choose_storage(kind.id, has_kernels=False, on_gpu=on_gpu)
     if part != "weight" or storage != "affine":
-        array = dequantize(raw, kind.id)
+        array = to_floats(raw, kind)
         return {name: array.astype(mx.bfloat16) if storage == "bfloat16" else array}
     packed = repack_affine(raw, kind.id)
     parts = {f"{module}.weight": packed.weight, f"{module}.scales": packed.scales}
@@ -140,17 +140,18 @@ def _unpack(name: str, raw: mx.array, kind: GGMLType) -> Arrays:
     return parts
 
 
-def _split_rotated_pairs(parts: Mapping[str, mx.array], heads: int) -> Arrays:
+def to_floats(raw: mx.array, kind: GGMLType) -> mx.array:
+    """Returns the numbers of a tensor, in its own type if it is not quantized, else in float32."""
+    return raw.view(_PLAIN_DTYPES[kind.name]) if kind.is_plain else dequantize(raw, kind.id)
+
+
+def split_rotated_pairs(name: str, array: mx.array, heads: int) -> mx.array:
     """Reorders the rows of each head from pairs that are rotated together to the first elements of
     all pairs, followed by the second ones."""
-    return {name: array[_pair_order(name, array, heads)] for name, array in parts.items()}
-
-
-def _pair_order(name: str, array: mx.array, heads: int) -> mx.array:
     rows = array.shape[0]
     if heads < 1 or rows % (2 * heads):
         raise ModelError(f"{name} has {rows} rows, which cannot be divided among {heads} heads")
-    return mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
+    return array[mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()]
 
 
 def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:

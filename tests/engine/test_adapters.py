@@ -15,7 +15,8 @@ from app.engine.adapters import Adapters, read_adapter
 from app.engine.loop import Loop
 from tests import tiny
 from tests.engine.harness import Outcome, job, make_loop, run, run_one, token_bits
-from tests.models.test_lora import ADAPTERS, build
+from tests.models.gguf.test_lora import write_adapter as write_gguf
+from tests.models.test_lora import ADAPTERS, QUERY, build
 
 NAMES = ("a", "b", "c")
 PROMPT = tuple(range(40, 70))
@@ -50,7 +51,7 @@ def make(settings: list[AdapterSettings]) -> Any:
 
     def make(**options: Any) -> Loop:
         model = build()
-        return make_loop(model, adapters=Adapters(model, settings), **options)
+        return make_loop(model, adapters=Adapters(model, settings, config=tiny.CONFIG), **options)
 
     return make
 
@@ -79,7 +80,8 @@ def test_an_adapter_of_the_output_layer_changes_the_tokens(tmp_path: Path) -> No
         for name, shape in factors.items()
     }
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), tensors)
-    adapters = Adapters(model, [AdapterSettings(name="head", path=str(tmp_path))])
+    settings = [AdapterSettings(name="head", path=str(tmp_path))]
+    adapters = Adapters(model, settings, config=tiny.CONFIG)
     loop = make_loop(model, adapters=adapters, running=2, policy="radix")
     found = run(
         loop,
@@ -142,12 +144,47 @@ def test_an_unusable_folder_is_an_error_that_names_it(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(AppError, match=message) as caught:
-        read_adapter(tmp_path)
+        read_adapter(tmp_path, tiny.CONFIG)
     assert caught.value.kind is ErrorKind.MODEL_FILES
     assert str(tmp_path) in caught.value.message
 
 
 def test_the_memory_of_adapters_is_counted(settings: list[AdapterSettings]) -> None:
     model = build()
-    one, all_three = (Adapters(model, settings[:count]).nbytes for count in (1, 3))
+    one, all_three = (
+        Adapters(model, settings[:count], config=tiny.CONFIG).nbytes for count in (1, 3)
+    )
     assert 0 < one < all_three
+
+
+def test_a_gguf_file_is_an_adapter(
+    tmp_path: Path, make: Any, settings: list[AdapterSettings]
+) -> None:
+    """It has the bits of the same adapter in PEFT's format."""
+    path = write_gguf(tmp_path / "a.gguf", ADAPTERS[0], alpha=ADAPTERS[0][QUERY].scale * 4)
+    model = build()
+    named = [AdapterSettings(name="g", path=str(path))]
+    loop = make_loop(model, adapters=Adapters(model, named, config=tiny.CONFIG))
+    found = run_one(loop, job("1", PROMPT, adapter="g"))
+    assert token_bits(found) == token_bits(run_alone(make, "a"))
+
+
+def test_an_adapter_that_belongs_to_the_model_applies_to_every_request(
+    tmp_path: Path, make: Any
+) -> None:
+    path = write_adapter(tmp_path / "own", 0)
+    model = build()
+    adapters = Adapters(model, [], config=tiny.CONFIG, default=path)
+    loop = make_loop(model, adapters=adapters, running=4, policy="radix", chunk=16)
+    found = run(loop, *(job(str(n), PROMPT) for n in range(4)))
+    alone = token_bits(run_alone(make, "a"))
+    assert [token_bits(one) for one in found.values()] == [alone] * 4
+    assert run_one(loop, job("again", PROMPT)).cached == len(PROMPT) - 1
+
+
+def test_a_file_that_is_neither_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(AppError, match=r"a\.bin") as caught:
+        read_adapter(path, tiny.CONFIG)
+    assert caught.value.kind is ErrorKind.MODEL_FILES

@@ -142,9 +142,12 @@ def test_a_model_without_weights_is_rejected_with_an_alternative(ollama: OllamaS
     assert "`mlxrunner pull mlx-community/" in message
 
 
-def test_an_adapter_is_rejected(ollama: OllamaStore, layers: list[dict[str, Any]]) -> None:
-    ollama.write("tiny", [*layers, ollama.layer("adapter", b"LoRA")])
-    assert "has a LoRA adapter" in refusal()
+def test_an_adapter_is_a_part_of_the_model(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
+    adapter = ollama.layer("adapter", b"LoRA")
+    ollama.write("tiny", [*layers, adapter])
+    assert store.find("tiny").adapter_path == ollama.path_of(adapter)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])

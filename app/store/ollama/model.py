@@ -12,6 +12,7 @@ files contain theirs.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from app.core.errors import AppError, ErrorKind
@@ -137,6 +138,7 @@ def find(name: OllamaName) -> ModelFiles | None:
         added_tokens=vocabulary.missing,
         weight_bytes=sum(header.nbytes for header in shards),
         weights_digest=safetensors_header.combine_fingerprints(shards),
+        adapter_path=_find_adapter(parsed),
     )
 
 
@@ -172,22 +174,25 @@ def _read_gguf(name: OllamaName, found: Manifest) -> ModelFiles:
         license=_read_texts(found, LICENSE) or files.license,
         parent=_read_parent(found),
         recommended_context=_read_context_length(found, parameters),
+        adapter_path=_find_adapter(found),
     )
 
 
+def _find_adapter(found: Manifest) -> Path | None:
+    return next((layer.blob for layer in found.get_layers(ADAPTER)), None)
+
+
 def _check_format(name: OllamaName, found: Manifest) -> None:
-    """Raises AppError(MODEL_FILES) unless the model consists of tensor layers or a GGUF layer,
-    without adapters."""
+    """Raises AppError(MODEL_FILES) unless the model consists of tensor layers or a GGUF layer, with
+    at most one adapter."""
     if not found.get_layers(GGUF) and not found.get_layers(TENSOR):
         raise _model_files_error(
             f"{name} has no weights in a supported format: use the same model in the "
             "safetensors format, for example from mlx-community: "
             "`mlxrunner pull mlx-community/...`"
         )
-    if found.get_layers(ADAPTER):
-        raise _model_files_error(
-            f"{name} has a LoRA adapter, which is not supported: serve the base model instead"
-        )
+    if (count := len(found.get_layers(ADAPTER))) > 1:
+        raise _model_files_error(f"{name} has {count} LoRA adapters, but only one is supported")
 
 
 def _has_template(objects: Mapping[str, Json]) -> bool:

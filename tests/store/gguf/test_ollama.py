@@ -106,10 +106,13 @@ def test_a_chat_without_a_known_template_is_rejected(ollama: OllamaStore, tmp_pa
         ChatTemplate(store.find("old")).render([Message(role="user", content="Hi")])
 
 
-def test_an_adapter_is_rejected(ollama: OllamaStore, tmp_path: Path) -> None:
-    ollama.write("tuned", [layer(ollama, tmp_path), ollama.layer("adapter", b"LoRA")])
-    with pytest.raises(AppError, match="has a LoRA adapter"):
-        store.find("tuned")
+def test_an_adapter_is_a_part_of_the_model(ollama: OllamaStore, tmp_path: Path) -> None:
+    adapter = ollama.layer("adapter", b"LoRA")
+    ollama.write("tuned", [layer(ollama, tmp_path), adapter])
+    assert store.find("tuned").adapter_path == ollama.path_of(adapter)
+    ollama.write("twice", [layer(ollama, tmp_path), adapter, ollama.layer("adapter", b"LoRA 2")])
+    with pytest.raises(AppError, match="has 2 LoRA adapters, but only one is supported"):
+        store.find("twice")
 
 
 def test_a_damaged_blob_is_found(ollama: OllamaStore, tmp_path: Path) -> None:
