@@ -25,7 +25,10 @@ from app.runners.thread_runner import ThreadRunner
 from app.server import serve
 from app.serving.router import ModelRouter
 from tests import tiny
+from tests.models.gguf.test_lora import write_adapter as write_gguf_adapter
 from tests.server_process import TIMEOUT, ServerProcess, run_server
+from tests.store.gguf.files import write_tiny as write_gguf
+from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
 from tests.throttle import Throttle
 from tests.waiting import wait_until
@@ -512,6 +515,29 @@ def test_models_are_managed_while_the_server_runs(tiny_model: Path, tmp_path: Pa
             client.get("/api/tags")  # scans the installed models
             assert read_contexts(client) == {"tiny": 300, "org/new": 200}
     hub.close()
+
+
+def test_an_adapter_of_a_gguf_model_is_served_by_name_and_as_a_part_of_it(tmp_path: Path) -> None:
+    """The model of Ollama's store gives the tokens of the same model with the named adapter."""
+    base = write_gguf(tmp_path / "base.gguf")
+    adapter = write_gguf_adapter(tmp_path / "adapter.gguf", alpha=40.0)
+    stored = OllamaStore(tmp_path / "ollama")
+    layers = [
+        stored.layer("model", base.read_bytes()),
+        stored.layer("adapter", adapter.read_bytes()),
+    ]
+    stored.write("tuned", layers)
+
+    def read_ids(server: ServerProcess, model: str) -> list[int]:
+        fields = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        body = complete(server.wait_until_ready(), "hello", model=model, **fields)
+        return body["choices"][0]["token_ids"]
+
+    with run_server(str(base), "--adapter", f"mine={adapter}") as server:
+        plain, named = read_ids(server, "base"), read_ids(server, "base:mine")
+    assert plain != named
+    with run_server("--installed", environ={"OLLAMA_MODELS": str(tmp_path / "ollama")}) as server:
+        assert read_ids(server, "tuned") == named
 
 
 def read_contexts(client: httpx.Client) -> dict[str, int]:
