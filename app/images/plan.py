@@ -20,8 +20,9 @@ Filter = Literal["bilinear", "bicubic", "lanczos"]
 # The default of the server's limit of tokens per image. A larger image is scaled down.
 DEFAULT_MAX_TOKENS = 4096
 
-# The number of pixels of an image with the detail "low", if the model has no such setting.
-LOW_DETAIL_PIXELS = 512 * 512
+# The size of an image with the detail "low", about, for families with variable sizes.
+LOW_DETAIL_SIDE = 512
+LOW_DETAIL_PIXELS = LOW_DETAIL_SIDE**2
 
 # increases when the pixels of a plan change, so that no cached rows of other pixels are used
 _RULES = 1
@@ -103,3 +104,11 @@ def make_version(family: str) -> str:
     """Returns the version of a family's preprocessing. The pixels are Pillow's, so its version is a
     part. It is read from the metadata of the package, which is not imported."""
     return f"{family} {_RULES} pillow {metadata.version('pillow')}"
+
+
+def limit_grid(rows: int, columns: int, max_tokens: int) -> tuple[int, int]:
+    """Shortens the longer side of the grid of an extremely wide or high image, whose shorter side
+    cannot get shorter, so that it has at most `max_tokens` tokens."""
+    if rows <= columns:
+        return rows, min(columns, max(1, max_tokens // rows))
+    return min(rows, max(1, max_tokens // columns)), columns

@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping
 from app.core.model_files import ModelFiles
 from app.images.plan import DEFAULT_MAX_TOKENS, ImageProcessor
 from app.images.processor_settings import ProcessorSettings
+from app.images.processors.gemma3 import Gemma3Processor
+from app.images.processors.gemma4 import Gemma4Processor
+from app.images.processors.lfm2_vl import Lfm2VlProcessor
+from app.images.processors.pixtral import PixtralProcessor
 from app.images.processors.qwen_vl import QwenVlProcessor
+from app.images.processors.smolvlm import SmolVlmProcessor
 
 # model_type of config.json → the class of the processor
 _PROCESSORS: Mapping[str, Callable[[ProcessorSettings, int], ImageProcessor]] = {
@@ -18,6 +23,14 @@ _PROCESSORS: Mapping[str, Callable[[ProcessorSettings, int], ImageProcessor]] = 
     "qwen3_vl_moe": QwenVlProcessor,
     "qwen3_5": QwenVlProcessor,
     "qwen3_5_moe": QwenVlProcessor,
+    "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
+    "gemma4_unified": Gemma4Processor,
+    "mistral3": PixtralProcessor,
+    "pixtral": PixtralProcessor,
+    "idefics3": SmolVlmProcessor,
+    "smolvlm": SmolVlmProcessor,
+    "lfm2_vl": Lfm2VlProcessor,
 }
 
 

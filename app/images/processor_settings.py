@@ -1,6 +1,7 @@
 """Reads the settings of an image processor: from the files of the model, or the class defaults.
 
-Knows: preprocessor_config.json and config.json as parsed JSON, the types of values.
+Knows: preprocessor_config.json, config.json and tokenizer_config.json as parsed JSON, the types of
+values, transformers' numbers of resampling filters.
 Must not know: the meaning of a setting.
 
 The files come from the author of the model and are not trusted: a wrong type or an excessive value
@@ -12,9 +13,13 @@ from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
+from app.images.plan import Filter
 
 # larger than every published setting: the areas of Qwen-VL, 16384 × 16384 pixels
 _MAX_VALUE = 1 << 28
+
+# the values of "resample" (Pillow's Resampling)
+_FILTERS: Mapping[int, Filter] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 class ProcessorSettings:
@@ -54,6 +59,23 @@ class ProcessorSettings:
         if not isinstance(value, int | float) or not 1 <= value <= _MAX_VALUE:
             raise self._make_error(key, value, "a number of 1 or more", "the image processor")
         return float(value)
+
+    def read_filter(self, default: Filter) -> Filter:
+        """Returns the resampling filter."""
+        value = _look_up(self._files.processor_config, "resample")
+        if value is None:
+            return default
+        if value not in _FILTERS:
+            raise self._make_error("resample", value, "1, 2 or 3", "the image processor")
+        return _FILTERS[value]
+
+    def read_token(self, key: str, default: str) -> str:
+        """Returns the text of a special token, for example of "image_token"."""
+        config = self._files.tokenizer_config
+        value = _look_up(config, key) or _look_up(config, f"extra_special_tokens.{key}")
+        if isinstance(value, Mapping):  # an AddedToken
+            value = cast(Json, value).get("content")
+        return value if isinstance(value, str) and value else default
 
     def _read_int(self, source: Json, key: str, default: int, origin: str) -> int:
         value = _look_up(source, key)

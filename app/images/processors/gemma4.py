@@ -1,0 +1,67 @@
+"""Gemma 4: one tile of about the same shape as the image, with a budget of tokens.
+
+Knows: the rules of transformers' Gemma4ImageProcessor and Gemma4UnifiedImageProcessor.
+Must not know: the tower, the template.
+
+transformers fills the patches up to the budget with zeros, which the tower ignores. A plan has only
+the pixels of the image.
+"""
+
+import math
+
+from app.core.images import Image
+from app.images.plan import Filter, ImagePlan, Resize, Tile, make_version
+from app.images.processor_settings import ProcessorSettings
+
+# the numbers of tokens that the model was trained with; the one for the detail "low", which is
+# about 512 × 512 pixels
+_BUDGETS = (70, 140, 280, 560, 1120)
+_LOW_BUDGET = 140
+
+
+class Gemma4Processor:
+    """See `ImageProcessor`. The limit of tokens selects the next lower budget that the model was
+    trained with, but at least the lowest."""
+
+    def __init__(self, settings: ProcessorSettings, max_tokens: int) -> None:
+        patch = settings.read_int(
+            "patch_size", settings.read_model_int("vision_config.patch_size", 16)
+        )
+        pool = settings.read_int(
+            "pooling_kernel_size", settings.read_model_int("vision_config.pooling_kernel_size", 3)
+        )
+        self._unit = patch * pool
+        self._budget = settings.read_int("max_soft_tokens", 280)
+        if self._budget > max_tokens:
+            self._budget = max((one for one in _BUDGETS if one <= max_tokens), default=_BUDGETS[0])
+        self._filter: Filter = settings.read_filter("bicubic")
+        self._start = settings.read_token("boi_token", "<|image>")
+        self._end = settings.read_token("eoi_token", "<image|>")
+        self.mark = settings.read_token("image_token", "<|image|>")
+        self.version = make_version("gemma4")
+
+    def plan(self, image: Image) -> ImagePlan:
+        """See `ImageProcessor`."""
+        budget = min(self._budget, _LOW_BUDGET) if image.detail == "low" else self._budget
+        rows, columns = _fit(image.height, image.width, self._unit, budget)
+        resize = Resize(width=columns * self._unit, height=rows * self._unit, filter=self._filter)
+        return ImagePlan(
+            tiles=(Tile(resizes=(resize,)),),
+            grid=(rows, columns),
+            text=f"{self._start}{self.mark * (rows * columns)}{self._end}",
+            token=self.mark,
+            num_tokens=rows * columns,
+            version=self.version,
+        )
+
+
+def _fit(height: int, width: int, unit: int, budget: int) -> tuple[int, int]:
+    """Returns the rows and columns of squares of `unit` pixels: the most of them, up to `budget`,
+    that keep about the shape of the image. Smaller images are enlarged."""
+    factor = math.sqrt(budget * unit**2 / (height * width))
+    rows, columns = math.floor(factor * height / unit), math.floor(factor * width / unit)
+    if rows == 0:
+        return 1, min(width // height, budget)
+    if columns == 0:
+        return min(height // width, budget), 1
+    return rows, columns
