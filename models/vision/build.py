@@ -2,29 +2,40 @@
 
 Knows: which model types have a tower here. Must not know: text models, codecs, the engine.
 
-A family is one file, which exports `Config` and `Tower`, and a line of the table.
+A family is one file, which defines the config and the tower, and lines of the table.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import mlx.core as mx
 
 from models.base import ModelError
 from models.checkpoint_config import get_text_config
-from models.vision import qwen3_vl
+from models.vision import gemma3, gemma4, gemma4_unified, pixtral, qwen3_vl
 from models.vision.tower import VisionTower
 
-# model_type in config.json -> the module
-_FAMILIES: Mapping[str, Any] = {
-    "qwen3_5": qwen3_vl,
-    "qwen3_5_moe": qwen3_vl,
-    "qwen3_vl": qwen3_vl,
-    "qwen3_vl_moe": qwen3_vl,
+# model_type in config.json -> the classes of the config and of the tower
+_FAMILIES: Mapping[str, tuple[Any, Callable[[Any, Mapping[str, Any]], VisionTower]]] = {
+    "gemma3": (gemma3.Config, gemma3.Tower),
+    "gemma4": (gemma4.Config, gemma4.Tower),
+    "gemma4_unified": (gemma4_unified.Config, gemma4_unified.Tower),
+    "mistral3": (pixtral.MergingConfig, pixtral.Tower),
+    "pixtral": (pixtral.Config, pixtral.Tower),
+    "qwen3_5": (qwen3_vl.Config, qwen3_vl.Tower),
+    "qwen3_5_moe": (qwen3_vl.Config, qwen3_vl.Tower),
+    "qwen3_vl": (qwen3_vl.Config, qwen3_vl.Tower),
+    "qwen3_vl_moe": (qwen3_vl.Config, qwen3_vl.Tower),
 }
 
 # keys of towers and projectors outside `vision_config`
-_OUTER_KEYS: tuple[str, ...] = ()
+_OUTER_KEYS = (
+    "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_feature_layer",
+)
 
 
 def build_tower(
@@ -39,17 +50,25 @@ def build_tower(
     config: config.json. weights: the tensors of the vision modules, without the prefix `model.`.
     processor: preprocessor_config.json. Raises ModelError for invalid values of both.
     """
-    family = _FAMILIES.get(str(config.get("model_type")))
+    family = _FAMILIES.get(_find_type(config))
     if family is None or not isinstance(config.get("vision_config"), Mapping) or not weights:
         return None
+    read, make = family
     try:
-        read = family.Config.from_dict(_read_keys(config))
-        tower: VisionTower = family.Tower(read, processor or {})
+        tower = make(read.from_dict(_read_keys(config)), processor or {})
     except ModelError as error:
         raise ModelError(f"the vision tower: {error}") from error
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ModelError(f"config.json does not describe a valid vision tower: {error}") from error
     return tower, tower.sanitize(dict(weights))
+
+
+def _find_type(config: Mapping[str, Any]) -> str:
+    """Returns the model type that determines the tower. LLaVA's classes are used with several."""
+    kind, vision = str(config.get("model_type")), config.get("vision_config")
+    if kind == "llava" and isinstance(vision, Mapping):
+        return str(cast(Mapping[str, Any], vision).get("model_type"))
+    return kind
 
 
 def _read_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,23 +47,35 @@ class MLP(nn.Module):
         sizes: tuple[int, int, int],
         activation: Activation,
         names: tuple[str, str] = ("fc1", "fc2"),
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self._activation, self._names = activation, names
         for name, inputs, outputs in zip(names, sizes, sizes[1:], strict=False):
-            self[name] = nn.Linear(inputs, outputs)
+            self[name] = nn.Linear(inputs, outputs, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
         first, second = self._names
         return self[second](activate(self._activation, self[first](x)))
 
 
-def make_rotation(y: mx.array, x: mx.array, frequencies: Sequence[float]) -> Rotation:
+def make_rotation(
+    y: mx.array, x: mx.array, y_frequencies: Sequence[float], x_frequencies: Sequence[float]
+) -> Rotation:
     """Returns the rotation of patches at positions y and x [L]. The angles of the first half of the
-    pairs of dimensions depend on y, the others on x. frequencies: [D / 4]."""
-    each = mx.array(list(frequencies))
-    angles = mx.concatenate([y[:, None] * each, x[:, None] * each], axis=-1)
+    pairs of dimensions depend on y, the others on x. Frequencies: [D / 4], in radians per
+    position."""
+    angles = mx.concatenate(
+        [y[:, None] * mx.array(list(y_frequencies)), x[:, None] * mx.array(list(x_frequencies))],
+        axis=-1,
+    )
     return mx.cos(angles), mx.sin(angles)
+
+
+def make_frequencies(theta: float, size: int) -> list[float]:
+    """Returns theta^(-2i / size) for each pair of `size` dimensions, in radians per position."""
+    return [theta ** (-i / size) for i in range(0, size, 2)]
 
 
 def to_heads(x: mx.array, heads: int) -> mx.array:
@@ -89,11 +101,13 @@ def interpolate_axis(length: int, side: int) -> tuple[list[int], list[int], list
     )
 
 
-def strip_prefixes(weights: Mapping[str, mx.array], prefixes: Sequence[str]) -> dict[str, mx.array]:
-    """Returns the tensors whose name begins with one of the prefixes, without it."""
+def rename_prefixes(
+    weights: Mapping[str, mx.array], prefixes: Sequence[tuple[str, str]]
+) -> dict[str, mx.array]:
+    """Replaces the first prefix that a name begins with. Drops other tensors."""
     return {
-        name.removeprefix(prefix): array
+        new + name.removeprefix(old): array
         for name, array in weights.items()
-        for prefix in prefixes
-        if name.startswith(prefix)
+        for old, new in [next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))]
+        if old
     }

@@ -57,13 +57,16 @@ class PixelTable:
         return self._values[index]
 
 
-def make_patches(table: PixelTable, tile: mx.array, patch: int, merge: int) -> mx.array:
+def make_patches(
+    table: PixelTable, tile: mx.array, patch: int, merge: int, *, channels_last: bool = False
+) -> mx.array:
     """Returns the patches [P, 3 * patch²] of a tile [height, width, 3] in block order. The values
-    of a patch are ordered by channel, row and column."""
+    of a patch are ordered by channel, row and column, or by row, column and channel."""
     rows, cols = tile.shape[0] // patch, tile.shape[1] // patch
     blocks = tile.reshape(rows // merge, merge, patch, cols // merge, merge, patch, 3)
     ordered = blocks.transpose(0, 3, 1, 4, 2, 5, 6).reshape(rows * cols, patch, patch, 3)
-    return table(ordered).transpose(0, 3, 1, 2).reshape(rows * cols, 3 * patch * patch)
+    values = table(ordered) if channels_last else table(ordered).transpose(0, 3, 1, 2)
+    return values.reshape(rows * cols, 3 * patch * patch)
 
 
 def flatten_patch_weight(name: str, weight: mx.array, patch: int) -> mx.array:

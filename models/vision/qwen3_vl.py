@@ -21,16 +21,17 @@ from models.vision.layers import (
     find_activation,
     from_heads,
     interpolate_axis,
+    make_frequencies,
     make_rotation,
+    rename_prefixes,
     rotate,
-    strip_prefixes,
     to_heads,
 )
 from models.vision.pixels import HALF, PixelTable, flatten_patch_weight
 from models.vision.tower import Grid, VisionTower
 
 _EPS = 1e-6
-_PREFIXES = ("visual.", "vision_tower.")
+_PREFIXES = (("visual.", ""), ("vision_tower.", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,7 @@ class Config(base.Config):
     def frequencies(self) -> Sequence[float]:
         """The radians per position of the pairs of dimensions that depend on y, and on x."""
         theta = self.rope_parameters.get("rope_theta", 10000.0)
-        half = self.hidden_size // self.num_heads // 2
-        return [theta ** (-i / half) for i in range(0, half, 2)]
+        return make_frequencies(theta, self.hidden_size // self.num_heads // 2)
 
 
 class Attention(nn.Module):
@@ -141,7 +141,7 @@ class Tower(VisionTower):
         return self.blocks
 
     def rotation(self, grid: Grid) -> Rotation:
-        return make_rotation(grid.y, grid.x, self._config.frequencies)
+        return make_rotation(grid.y, grid.x, *[self._config.frequencies] * 2)
 
     def embed(self, patches: mx.array, grid: Grid, part: slice) -> mx.array:
         y, x = grid.y[part], grid.x[part]
@@ -168,7 +168,7 @@ class Tower(VisionTower):
         return self.deepstack_merger_list[levels.index(block)](x) if block in levels else None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        named = strip_prefixes(weights, _PREFIXES)
+        named = rename_prefixes(weights, _PREFIXES)
         name = "patch_embed.proj.weight"
         if name in named:
             named[name] = flatten_patch_weight(name, named[name], self.patch_size)

@@ -13,7 +13,7 @@ The patches of a tile are in block order: the patches that become one image row,
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,9 +67,13 @@ class Block(Protocol):
 class VisionTower(nn.Module):
     """The base class of towers.
 
-    patch_size: the side of a patch in pixels. merge_size: see the module. heads, head_dim, scale:
-    of attention. inner_size: the largest width of an intermediate result for a patch.
+    channels_last: the order of the values of a patch, see `make_patches`. patch_size: the side of a
+    patch in pixels. merge_size: see the module. heads, kv_heads, head_dim, scale: of attention.
+    inner_size: the largest width of an intermediate result for a patch. tile_size: the side of all
+    tiles in pixels, or None if they may have any size.
     """
+
+    channels_last: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -80,13 +84,16 @@ class VisionTower(nn.Module):
         hidden_size: int,
         inner_size: int,
         heads: int,
+        kv_heads: int | None = None,
         head_dim: int | None = None,
+        tile_size: int | None = None,
     ) -> None:
         super().__init__()
         self._pixels = pixels
-        self.patch_size, self.merge_size = patch_size, merge_size
+        self.patch_size, self.merge_size, self.tile_size = patch_size, merge_size, tile_size
         self.hidden_size, self.inner_size = hidden_size, inner_size
-        self.heads, self.head_dim = heads, head_dim or hidden_size // heads
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.head_dim = head_dim or hidden_size // heads
         self.scale = self.head_dim**-0.5
 
     # -- for callers
@@ -168,6 +175,9 @@ class VisionTower(nn.Module):
 
     def _count_patches(self, size: Size) -> tuple[int, int]:
         height, width = size
+        if self.tile_size is not None and size != (self.tile_size, self.tile_size):
+            wanted = f"{self.tile_size} x {self.tile_size}"
+            raise ValueError(f"a tile of {width} x {height} pixels does not have {wanted}")
         side = self.patch_size * self.merge_size
         if height < 1 or width < 1 or height % side or width % side:
             raise ValueError(f"a tile of {width} x {height} pixels is not made of {side} x {side}")
@@ -184,7 +194,7 @@ class VisionTower(nn.Module):
         inner = chunk * itemsize * (3 * self.inner_size + 4 * self.hidden_size + 6 * width)
         shape = AttentionShape(
             heads=self.heads,
-            kv_heads=self.heads,
+            kv_heads=self.kv_heads,
             key_dim=self.head_dim,
             value_dim=self.head_dim,
             itemsize=itemsize,
@@ -198,19 +208,28 @@ class VisionTower(nn.Module):
         height, width = self._count_patches((tile.shape[0], tile.shape[1]))
         order = self.order((height, width))
         grid = _make_grid(height, width, self.merge_size, order)
-        dtype = _find_dtype(self.stack[0])
-        patches = make_patches(self._pixels, tile, self.patch_size, self.merge_size)
+        dtype = _find_dtype(self.stack[0] if self.stack else self)
+        patches = make_patches(
+            self._pixels,
+            tile,
+            self.patch_size,
+            self.merge_size,
+            channels_last=self.channels_last,
+        )
         if order is not None:
             patches = _take_groups(patches, order, self.merge_size**2)
         chunks = _split(height * width, self.merge_size**2)
         hidden: list[mx.array] = []
+        rows: list[mx.array] = []
         for chunk in chunks:
             hidden.append(self.embed(patches[chunk], grid, chunk).astype(dtype))
-            mx.eval(hidden)
-            yield None
+            if not self.stack:
+                rows.append(self.merge(hidden.pop()))
+            mx.eval(hidden, rows)
+            if self.stack or chunk is not chunks[-1]:
+                yield None
         del patches
         rotation = self.rotation(grid)
-        rows: list[mx.array] = []
         deepstack: list[list[mx.array]] = []
         for number, block in enumerate(self.stack):
             projected: list[tuple[mx.array, mx.array, mx.array]] = []

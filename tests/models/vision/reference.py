@@ -11,6 +11,7 @@ stream hides errors.
 
 import base64
 import json
+import re
 import sys
 import tempfile
 import zlib
@@ -45,6 +46,26 @@ _QWEN3: dict[str, Any] = {
 }
 
 
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+_GEMMA4: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "position_embedding_size": 32,
+}
+_PIXTRAL: dict[str, Any] = {**_SIGLIP, "model_type": "pixtral", "image_size": 280}
+
+CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """kind: the class of transformers. images: the tiles of each image. compute: see `_qwen`."""
@@ -60,8 +81,8 @@ def draw_tensor(name: str, shape: Sequence[int]) -> np.ndarray:
     drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     if len(shape) > 1:
         return (0.15 * drawn).astype(np.float32)
-    is_norm = name.endswith("weight")
-    return (0.3 * drawn + is_norm).astype(np.float32)
+    middle = {"weight": 1, "min": -3, "max": 3}.get(re.split("[._]", name)[-1], 0)
+    return np.asarray(0.3 * drawn + middle, np.float32)
 
 
 def draw_image(sizes: Sizes) -> list[np.ndarray]:
@@ -100,6 +121,71 @@ def _qwen3(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
     return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
 
 
+def _gemma3(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    values = normalize(tiles[0], [0.5] * 3, [0.5] * 3).transpose(2, 0, 1)
+    found = model.model.get_image_features(torch.tensor(np.ascontiguousarray(values[None])))
+    return [found.pooler_output[0]]
+
+
+def _gemma4(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    # the files of processors: without torchvision, only they can be imported
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        convert_image_to_patches,
+    )
+
+    values = normalize(tiles[0], [0.0] * 3, [1.0] * 3).transpose(2, 0, 1)
+    patches, positions = convert_image_to_patches(values, 16), _positions(tiles[0], 16)
+    found = model.model.get_image_features(torch.tensor(patches[None]), positions)
+    return [found.pooler_output[0]]
+
+
+def _gemma4_unified(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers.models.gemma4_unified.image_processing_gemma4_unified import (
+        convert_image_to_patches,
+        patches_merge,
+    )
+
+    values = normalize(tiles[0], [0.0] * 3, [1.0] * 3).transpose(2, 0, 1)
+    patches = convert_image_to_patches(torch.tensor(np.ascontiguousarray(values)), 16)
+    merged, places = patches_merge(patches[None], _positions(tiles[0], 16), len(patches) // 9)
+    found = model.model.get_image_features(merged, places)
+    return [found.pooler_output[0]]
+
+
+def _positions(tile: np.ndarray, patch: int) -> Any:
+    """The column and the row of each patch, in row-major order."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    rows, cols = tile.shape[0] // patch, tile.shape[1] // patch
+    y, x = np.meshgrid(np.arange(rows), np.arange(cols), indexing="ij")
+    return torch.tensor(np.stack([x, y], axis=-1).reshape(1, -1, 2))
+
+
+def _pixtral(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    values = normalize(tiles[0], *CLIP).transpose(2, 0, 1)
+    found = model.model.get_image_features(
+        torch.tensor(np.ascontiguousarray(values[None])),
+        image_sizes=torch.tensor([values.shape[1:]]),
+        vision_feature_layer=-1,
+    )
+    rows = found.pooler_output
+    return [rows[0] if isinstance(rows, list | tuple) or rows.ndim > 2 else rows]
+
+
+_GEMMA4_TEXT: dict[str, Any] = {
+    **_TEXT,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["full_attention"],
+}
+_GEMMA4_IMAGES: Sequence[Sizes] = ([(96, 144)], [(48, 48)])
 _QWEN3_IMAGES: Sequence[Sizes] = ([(64, 96)], [(32, 32)], [(160, 32)])
 
 CASES: Mapping[str, Case] = {
@@ -120,6 +206,82 @@ CASES: Mapping[str, Case] = {
         },
         images=_QWEN3_IMAGES,
         compute=_qwen3,
+    ),
+    "gemma3": Case(
+        kind="Gemma3ForConditionalGeneration",
+        config={
+            "text_config": _TEXT,
+            "vision_config": {**_SIGLIP, "image_size": 112, "patch_size": 14},
+            "mm_tokens_per_image": 4,
+        },
+        images=([(112, 112)],),
+        compute=_gemma3,
+    ),
+    "gemma4": Case(
+        kind="Gemma4ForConditionalGeneration",
+        config={"text_config": _GEMMA4_TEXT, "vision_config": _GEMMA4, "audio_config": None},
+        images=_GEMMA4_IMAGES,
+        compute=_gemma4,
+    ),
+    "gemma4-clipped": Case(
+        kind="Gemma4ForConditionalGeneration",
+        config={
+            "text_config": _GEMMA4_TEXT,
+            "vision_config": {
+                **_GEMMA4,
+                "num_key_value_heads": 2,
+                "use_clipped_linears": True,
+                "standardize": True,
+            },
+            "audio_config": None,
+        },
+        images=_GEMMA4_IMAGES,
+        compute=_gemma4,
+    ),
+    "gemma4_unified": Case(
+        kind="Gemma4UnifiedForConditionalGeneration",
+        config={
+            "text_config": _GEMMA4_TEXT,
+            "vision_config": {"mm_embed_dim": 40, "mm_posemb_size": 24, "output_proj_dims": 40},
+            "audio_config": None,
+        },
+        images=_GEMMA4_IMAGES,
+        compute=_gemma4_unified,
+    ),
+    "mistral3": Case(
+        kind="Mistral3ForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "model_type": "mistral"},
+            "vision_config": {**_PIXTRAL, "patch_size": 14},
+        },
+        images=([(56, 84)], [(28, 56)], [(28, 140)]),
+        compute=_pixtral,
+    ),
+    "mistral3-silu": Case(
+        kind="Mistral3ForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "model_type": "mistral"},
+            "vision_config": {
+                **_PIXTRAL,
+                "patch_size": 14,
+                "hidden_act": "silu",
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0},
+            },
+            "multimodal_projector_bias": True,
+        },
+        images=([(56, 84)],),
+        compute=_pixtral,
+    ),
+    "pixtral": Case(
+        kind="LlavaForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "model_type": "mistral"},
+            "vision_config": {**_PIXTRAL, "patch_size": 16},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        images=([(48, 32)], [(16, 80)]),
+        compute=_pixtral,
     ),
 }
 

@@ -24,8 +24,8 @@ from tests.models.vision.reference import CASES, Sizes, draw_image, draw_tensor
 
 REFERENCE: Any = json.loads(reference.FILE.read_text())
 
-# the largest difference, as a fraction of the largest value
-NEAR = 2e-6
+# the largest difference of rows whose values are at most 14, and in proportion to larger ones
+NEAR = 2e-5
 
 
 def draw_weights(name: str) -> dict[str, mx.array]:
@@ -58,7 +58,8 @@ def same_bits(a: ImageFeatures, b: ImageFeatures) -> bool:
 def all_close(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> None:
     for rows, expected in zip(ours, theirs, strict=True):
         values = np.array(expected)
-        np.testing.assert_allclose(np.array(rows), values, atol=NEAR * np.abs(values).max())
+        limit = NEAR * max(1, np.abs(values).max() / 14)
+        np.testing.assert_allclose(np.array(rows), values, rtol=0, atol=limit)
 
 
 @pytest.fixture(params=CASES)
@@ -77,10 +78,12 @@ def test_the_rows_are_those_of_transformers(model: VisionTower, name: str):
     for sizes, expected in zip(CASES[name].images, outputs, strict=True):
         found = arrays(model.encode(tiles(sizes)))
         assert len(found) == len(expected)
-        for rows, text in zip(found, expected, strict=True):
-            theirs = reference.decode(text, rows.shape[1])
-            assert np.ptp(theirs) > 1, "equal rows prove nothing"
-            np.testing.assert_allclose(np.array(rows), theirs, atol=NEAR * np.abs(theirs).max())
+        theirs = [
+            mx.array(reference.decode(text, rows.shape[1]))
+            for rows, text in zip(found, expected, strict=True)
+        ]
+        assert min(np.ptp(rows) for rows in theirs) > 1, "equal rows prove nothing"
+        all_close(found, theirs)
 
 
 def test_the_rows_are_counted_before_they_are_computed(model: VisionTower, name: str):
@@ -129,6 +132,8 @@ def test_features_are_available_after_the_last_step_only(model: VisionTower, nam
 
 @pytest.mark.parametrize("factor", [1, 5])
 def test_the_memory_is_at_most_the_estimate(model: VisionTower, name: str, factor: int):
+    if model.tile_size is not None:
+        factor = 1
     sizes = [(factor * height, factor * width) for height, width in CASES[name].images[0]]
     image = tiles(sizes)
     mx.eval(image, model.parameters())
@@ -145,9 +150,9 @@ def test_the_memory_is_at_most_the_estimate(model: VisionTower, name: str, facto
 
 
 def test_a_tile_that_is_not_made_of_whole_squares_is_rejected(model: VisionTower):
-    side = model.patch_size * model.merge_size
+    side = model.tile_size or model.patch_size * model.merge_size
     for height, width in ((side + 1, side), (side, side - 1), (0, side)):
-        with pytest.raises(ValueError, match=f"not made of {side} x {side}"):
+        with pytest.raises(ValueError, match=rf"a tile of {width} x {height} .* {side} x {side}"):
             model.begin([mx.zeros((height, width, 3), mx.uint8)])
 
 
@@ -164,4 +169,4 @@ def test_on_a_gpu_a_tower_computes_in_the_type_of_its_weights(name: str):
     for rows, theirs in zip(arrays(found), arrays(expected), strict=True):
         assert rows.dtype == mx.bfloat16
         limit = 0.1 * np.abs(np.array(theirs)).max()
-        np.testing.assert_allclose(rows.astype(mx.float32), theirs, atol=limit)
+        np.testing.assert_allclose(rows.astype(mx.float32), theirs, rtol=0, atol=limit)
