@@ -120,7 +120,7 @@ def _measure(plan: Plan, raw: Path | None, output: Path) -> list[str]:
         limits = cpu_limits.take_most(limits, cpu_limits.measure_limits(plan.threads))
         sections.append(cpu_report.format_limits(limits, plan.torch, plan.threads))
         sections += cpu_report.format_bare_loops(results, limits, list(plan.checkouts))
-        (output / cpu_report.BARE_PLOT).write_text(
+        (output / cpu_report.name_plots()[0]).write_text(
             cpu_report.draw_bare_loops(results.cells, plan.sizes[0], max(plan.threads)), "utf-8"
         )
     else:
@@ -134,7 +134,7 @@ def _measure(plan: Plan, raw: Path | None, output: Path) -> list[str]:
             rounds=plan.rounds,
             llama=plan.llama,
             checkouts=plan.checkouts,
-            plot=output / cpu_http.PLOT,
+            plot=output / cpu_report.name_plots()[1],
         )
         sections.append(cpu_http.report(http))
     return sections

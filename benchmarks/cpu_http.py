@@ -46,7 +46,6 @@ SERVED_FORMATS = ("f32", "q4", PUBLISHED)
 # the positions are those of all slots of llama-server
 SLOTS, POSITIONS = 32, 65536
 OURS, LLAMA_SERVER, MLX_LM = "mlxrunner", "llama-server", "mlx-lm"
-PLOT = Path("cpu-http.svg")
 READY = 120.0
 # a scenario that takes longer is cancelled, and the server is not measured in the next ones
 PATIENCE = 180.0

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from app.core.units import pluralize
 from benchmarks.cpu_cells import FORMATS, SHAPES, Cell, Format, ModelShape, get_group_size
+from models import kernels
 
 SOURCE = Path(__file__).with_name("cpu_limits.cpp")
 READ, FLOAT32, INT8 = "read", "float32", "int8"
@@ -145,6 +146,15 @@ def bytes_per_position(shape: ModelShape, form: Format) -> int:
     """Bytes of the keys and values of one position, in the precision of the checkpoint."""
     size = 2 if form.dtype == "bfloat16" else 4
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+
+
+def find_processor_kind() -> str:
+    """The kind of the processor by the instructions of our kernels for 4- and 8-bit weights. The
+    page has a section for each: tiles, vnni, avx2 (or older), arm."""
+    isa = kernels.describe().isa or ""
+    if isa.startswith("neon"):
+        return "arm"
+    return {"avx512-amx": "tiles", "avx512-vnni": "vnni"}.get(isa, "avx2")
 
 
 def describe_processor() -> str:

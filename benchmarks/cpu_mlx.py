@@ -16,11 +16,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from app.engine.kv_precision import choose_kv_dtype
+from app.core.settings import ActivationPrecision
+from app.engine.precision import choose_activation_bits, choose_kv_dtype
 from app.engine.weights import list_parameters
 from models import architectures, cpu_backend, kernels
 from models.base import Model, select_all, select_last
-from models.cpu_layout import apply_cpu_layout, is_batch_invariant, set_activation_bits
+from models.cpu_layout import (
+    apply_cpu_layout,
+    get_activation_bits,
+    is_batch_invariant,
+    set_activation_bits,
+)
 from models.kv import KVCache, LayerCache
 
 STEPS, MIN_PROMPT = 16, 4
@@ -150,19 +156,22 @@ class MlxWorker:
         return self._random_caches[length]
 
 
-def load(folder: Path, *, stock: bool = False, activations: int | None = None) -> Model:
+def load(folder: Path, *, stock: bool = False, activations: ActivationPrecision = "auto") -> Model:
     """Load a model with the CPU layout, as the engine does; or with `stock` in the stored types, as
-    in mlx-lm. activations: bits; None for the default."""
+    in mlx-lm."""
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     model = architectures.build(json.loads((folder / "config.json").read_text()), weights)
     assert isinstance(model, nn.Module)
     mx.eval(model.parameters())
     if not stock:
-        model.kv_dtype = choose_kv_dtype(list_parameters(model), "auto")
+        parameters = list_parameters(model)
+        model.kv_dtype = choose_kv_dtype(parameters, "auto")
+        bits = choose_activation_bits(parameters, activations, has_blocks=False)
+        del parameters  # frees the weights in their usual order
         apply_cpu_layout(model)
-        if activations is not None:
-            set_activation_bits(model, activations)
+        if get_activation_bits(model) is not None:
+            set_activation_bits(model, bits)
         mx.eval(model.parameters())
     return model
 

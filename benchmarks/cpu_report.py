@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app.core.units import pluralize
-from benchmarks import cpu_http, cpu_limits, cpu_mlx, cpu_plot, cpu_tables
+from benchmarks import cpu_limits, cpu_mlx, cpu_plot, cpu_tables
 from benchmarks.cpu_backends import ROOT, make_environment
 from benchmarks.cpu_cells import (
     CACHED,
@@ -29,11 +29,10 @@ from benchmarks.cpu_llama import LlamaPrograms
 from benchmarks.cpu_rounds import BareResults
 from tests.manual.tables import replace_part
 
-PART, PAGE = "cpu", "benchmarks.md"
+PAGE = "benchmarks.md"
 # of an idle machine, with a margin for what runs just before
 MAX_LOAD = 0.5
 BUSY = ". **The machine was busy**, and its figures are not reliable"
-BARE_PLOT = Path("cpu-bare.svg")
 # each is a panel for each format
 PLOTTED = (decode(1), decode(8), prefill(512))
 
@@ -68,7 +67,8 @@ def describe_run(
     ).stdout.strip()
     load = os.getloadavg()[0]
     lines = [
-        f"- processor: {cpu_limits.describe_processor()}, {os.cpu_count()} cores",
+        f"**{cpu_limits.describe_processor()}, {os.cpu_count()} cores**",
+        "",
         f"- {platform.platform()}, Python {platform.python_version()}",
         f"- commit: {commit or 'unknown'}",
         # two threads of llama.cpp lose an order of magnitude if another process uses a core
@@ -89,7 +89,8 @@ def format_limits(limits: Limits, torch: str | None, threads: Sequence[int]) -> 
         "two operations. Percentages below are of the limit of a cell: the time to read weights "
         "and caches once or, if it is longer, the time of its operations at the peak of the "
         "fastest instructions for its format. With activations of 24 bits, products of 4- and "
-        "8-bit weights take three times as many operations as counted here."
+        "8-bit weights take three times as many operations as counted here, and with 16 bits, the "
+        "default for 16-bit checkpoints, twice as many."
     )
     lines = ["### Limits of the machine", "", note, "", *cpu_limits.format_limits(limits)]
     if torch is not None:
@@ -137,7 +138,7 @@ def format_bare_loops(results: BareResults, limits: Limits, commits: Sequence[st
                 "",
                 *cpu_tables.format_limit_table(found, by_cell),
                 "",
-                f"![Tokens per second of bare loops]({BARE_PLOT})",
+                f"![Tokens per second of bare loops]({name_plots()[0]})",
             ]
         )
     ]
@@ -183,10 +184,16 @@ def draw_bare_loops(found: CellResults, size: str, threads: int) -> str:
     return cpu_plot.draw_bars(f"{size}, {pluralize(threads, 'thread')}, tokens/s", panels)
 
 
+def name_plots() -> tuple[Path, Path]:
+    """The files of the plots of bare loops and of servers, for this kind of processor."""
+    kind = cpu_limits.find_processor_kind()
+    return Path(f"cpu-{kind}-bare.svg"), Path(f"cpu-{kind}-http.svg")
+
+
 def write_document(docs: Path, output: Path, text: str) -> None:
-    """Replace the generated part of the page, and the plots beside it. output: the folder of the
-    plots."""
-    page = docs / PAGE
-    page.write_text(replace_part(page.read_text("utf-8"), PART, text), "utf-8")
-    for plot in (BARE_PLOT, cpu_http.PLOT):
+    """Replace the part of the page for this kind of processor, and the plots beside it. output: the
+    folder of the plots."""
+    page, part = docs / PAGE, f"cpu-{cpu_limits.find_processor_kind()}"
+    page.write_text(replace_part(page.read_text("utf-8"), part, text), "utf-8")
+    for plot in name_plots():
         shutil.copyfile(output / plot, docs / plot)

@@ -9,9 +9,11 @@ python -m benchmarks.cpu_worker step FOLDER STREAMS SECONDS  runs steps for perf
 
 import sys
 from pathlib import Path
+from typing import cast
 
 # before any import of MLX, because this selects its BLAS
 import models  # noqa: F401
+from app.core.settings import ActivationPrecision
 from benchmarks import cpu_breakdown, cpu_mlx
 from benchmarks.cpu_backends import serve_measurements
 
@@ -23,7 +25,9 @@ def main(what: str, place: str, *rest: str) -> None:
             worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder, stock=what == "stock"))
             serve_measurements(worker.measure, cpu_mlx.describe_backend())
         case "ours", (bits,):
-            worker = cpu_mlx.MlxWorker(cpu_mlx.load(folder, activations=int(bits)))
+            worker = cpu_mlx.MlxWorker(
+                cpu_mlx.load(folder, activations=cast(ActivationPrecision, int(bits)))
+            )
             serve_measurements(worker.measure, cpu_mlx.describe_backend())
         case "profile", (streams,):
             print(cpu_breakdown.profile_step(folder, int(streams)))

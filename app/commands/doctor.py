@@ -27,6 +27,7 @@ from app.config.options import BUILD_VARIABLE
 from app.config.precedence import resolve_config
 from app.core.distributions import inspect_mlx_library
 from app.core.errors import AppError
+from app.core.settings import ActivationPrecision
 from app.core.units import format_memory, pluralize
 from app.engine.device import (
     detect_backend,
@@ -40,6 +41,8 @@ from models import cpu_backend, kernels
 # minimum memory in bytes; with less, hardly any model can be served
 _MIN_MEMORY = 256 << 20
 
+_AUTO_ACTIVATIONS = "16-bit (float32 models: 24-bit)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
@@ -50,8 +53,8 @@ class Findings:
     and blas_why then contains the reason. called: whether MLX called `blas`; None if calls are not
     counted. kernels: the CPU kernels in use; None if MLX's own operations are used, and kernels_why
     then contains the reason. tiles_why: the reason why the kernels do not use tiles (Intel AMX);
-    None if they do, or if there are no kernels. activations: the precision in bits of activations
-    in 4- and 8-bit layers, from the environment and the configuration file. memory: the number of
+    None if they do, or if there are no kernels. activations: the precision of activations in 4- and
+    8-bit layers, from the environment and the configuration file. memory: the number of
     bytes that may be used. scratch: the folder for MLX's compiled code; None if there is none.
     models: the number of models by source. stores: the error message of the model stores. gpu:
     macOS or NVIDIA's driver, and the GPU.
@@ -70,7 +73,7 @@ class Findings:
     kernels: str | None
     kernels_why: str | None
     tiles_why: str | None
-    activations: int
+    activations: ActivationPrecision
     memory: int
     scratch: str | None
     models: Mapping[str, int]
@@ -125,7 +128,8 @@ def _describe_kv(found: Findings) -> str:
 def _describe_kernels(found: Findings) -> str:
     if found.kernels is None:
         return f"none: {found.kernels_why}"
-    return f"{found.kernels}; {found.activations}-bit activations in 4- and 8-bit layers"
+    bits = f"{found.activations}-bit" if found.activations != "auto" else _AUTO_ACTIVATIONS
+    return f"{found.kernels}; {bits} activations in 4- and 8-bit layers"
 
 
 def find_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[str]:

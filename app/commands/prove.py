@@ -126,7 +126,7 @@ def describe_backend(capacity: Capacity) -> str:
         backend.device.upper(),
         f"{backend.kernels} kernels" if backend.kernels else "MLX's operations",
     ]
-    if backend.activations not in (None, 24):
+    if backend.activations is not None:
         parts[1] += f" with {backend.activations}-bit activations"
     with suppress(TypeError):
         parts.append(pluralize(int(backend.threads or 0), "thread"))

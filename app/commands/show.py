@@ -14,8 +14,9 @@ from app.core.model_files import ModelFiles, read_generation_defaults
 from app.core.settings import Settings
 from app.core.terminal import print_message
 from app.core.units import format_bytes, format_count, format_memory
-from app.engine.fit import Fit, estimate_fit
+from app.engine.fit import Fit, estimate_before_load, open_with_settings
 from app.engine.model_info import ParameterCount, complete_config, count_parameters
+from models.cpu_layout import get_activation_bits
 
 
 def show(settings: Settings, *, as_json: bool) -> int:
@@ -36,19 +37,20 @@ def show(settings: Settings, *, as_json: bool) -> int:
 
 def _show(name: str | None, settings: Settings, *, as_json: bool) -> None:
     files = complete_config(store.find(name))
-    holds, fits = count_parameters(files), estimate_fit(files, settings)
+    holds, model = count_parameters(files), open_with_settings(files, settings)
+    fits, activations = estimate_before_load(model, files, settings), get_activation_bits(model)
     if warning := files.describe_excess(settings.context):
         print_message(warning)
     if as_json:
-        print(json.dumps(_build_report(files, holds, fits), indent=2))
+        print(json.dumps(_build_report(files, holds, activations, fits), indent=2))
         return
     print(files.name)
-    for label, value in _render_lines(files, holds, fits):
+    for label, value in _render_lines(files, holds, activations, fits):
         print(f"  {label:<13} {value}")
 
 
 def _build_report(
-    files: ModelFiles, contents: ParameterCount, fit_report: Fit
+    files: ModelFiles, contents: ParameterCount, activations: int | None, fit_report: Fit
 ) -> Mapping[str, Any]:
     return {
         "name": files.name,
@@ -60,6 +62,7 @@ def _build_report(
         "converted": contents.conversion and contents.conversion.describe(),
         "bits": round(contents.bits_per_parameter, 3),
         "kinds": contents.by_format,
+        "activations": activations,
         "batched": contents.shares_pass,
         "context_length": files.context_length,
         "vocab_size": files.vocab_size,
@@ -72,7 +75,7 @@ def _build_report(
 
 
 def _render_lines(
-    files: ModelFiles, contents: ParameterCount, fit_report: Fit
+    files: ModelFiles, contents: ParameterCount, activations: int | None, fit_report: Fit
 ) -> Iterator[tuple[str, str]]:
     yield "path", str(files.path)
     yield "architecture", get_architecture(files)
@@ -84,6 +87,8 @@ def _render_lines(
     for kind, count in contents.by_format.items():
         if share := 100 * count / max(contents.parameters, 1):
             yield "", f"{share:.3g} % {kind}"
+    if activations is not None:
+        yield "activations", f"{activations} bits in 4- and 8-bit layers"
     if contents.conversion is not None:
         yield "converted", contents.conversion.describe()
         sizes = format_bytes(files.weight_bytes), format_bytes(contents.nbytes)

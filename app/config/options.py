@@ -18,7 +18,7 @@ from app.core.model_files import ModelDefaults
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 from app.core.settings import (
     MEBIBYTE,
-    ActivationBits,
+    ActivationPrecision,
     CachePolicy,
     KVLayout,
     KVPrecision,
@@ -289,9 +289,9 @@ GROUPS = (
             ),
             make_option(
                 "activations",
-                value_types.choice(*get_args(ActivationBits)),
-                "precision in bits of activations in 4- and 8-bit layers on a CPU; 16 and 8 are "
-                "faster and less exact",
+                value_types.choice(*get_args(ActivationPrecision)),
+                "precision in bits of activations in 4- and 8-bit layers on a CPU; auto: 16 for "
+                "bfloat16 and float16 models, 24 for float32; fewer bits are faster and less exact",
             ),
             make_option(
                 "kv_layout",

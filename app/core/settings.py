@@ -31,6 +31,7 @@ CachePolicy = Literal["single", "slots", "radix"]
 QuantizationBits = Literal[4, 8]
 KVPrecision = Literal["auto", "float32", "bfloat16", "float16"]
 ActivationBits = Literal[24, 16, 8]
+ActivationPrecision = Literal["auto", ActivationBits]
 KVLayout = Literal["auto", "rows", "slab"]
 RunnerKind = Literal["process", "thread"]
 ReasoningField = Literal["reasoning_content", "reasoning", "both"]
@@ -102,7 +103,7 @@ class ModelSettings:
     keep_alive: float | None = None
     quantize: QuantizationBits | None = None
     kv: KVPrecision | None = None
-    activations: ActivationBits | None = None
+    activations: ActivationPrecision | None = None
     parallel: int | None = None
     context: int | None = None
     memory: int | None = None
@@ -133,9 +134,10 @@ class Settings:
     quantize: the number of bits to which unquantized weights are quantized while they are loaded.
     kv: the type of the keys and values in layer caches. "auto" uses the type of the checkpoint.
     activations: the number of bits to which the CPU kernels round the inputs of 4- and 8-bit
-    layers; 24 bits are as precise as float32. kv_layout: whether the layer caches of sequences that
-    decode together remain separate rows, or share a slab if their lengths are similar. "auto"
-    means rows, because a slab rounds differently and has run on no GPU. experimental_metal: whether
+    layers; 24 bits are as precise as float32. "auto" means 16 for checkpoints in bfloat16 or
+    float16, and 24 for those in float32. kv_layout: whether the layer caches of sequences that
+    decode together remain separate rows, or share a slab if their lengths are similar. "auto" means
+    rows, because a slab rounds differently and has run on no GPU. experimental_metal: whether
     a Mac uses code that has run on no Mac: the kernel of the gated delta rule, wired memory, and
     the eviction of cached prefixes under memory pressure.
 
@@ -192,7 +194,7 @@ class Settings:
     allow_anyone: bool = False
     quantize: QuantizationBits | None = None
     kv: KVPrecision = "auto"
-    activations: ActivationBits = 24
+    activations: ActivationPrecision = "auto"
     kv_layout: KVLayout = "auto"
     experimental_metal: bool = False
     parallel: int | None = None

@@ -105,10 +105,11 @@ def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
 
     Raises AppError(MODEL_FILES) if no model can be built from the files.
     """
-    return estimate_before_load(_open(files, settings), files, settings)
+    return estimate_before_load(open_with_settings(files, settings), files, settings)
 
 
-def _open(files: ModelFiles, settings: Settings) -> Model:
+def open_with_settings(files: ModelFiles, settings: Settings) -> Model:
+    """Opens a model as the engine does, without reading its weights. See `open_model`."""
     return open_model(files, settings.quantize, kv=settings.kv, activations=settings.activations)
 
 
@@ -127,7 +128,7 @@ def estimate_memory(
             preferred_bytes=settings.memory,
             device_budget=device_budget(loaded_bytes),
         )
-    sizes = _ModelSizes(_open(files, settings), files, settings)
+    sizes = _ModelSizes(open_with_settings(files, settings), files, settings)
     context = files.resolve_context_length(settings.context)
     usual = min(context, TYPICAL_SEQUENCE_LENGTH)
     many = settings.parallel or PREFERRED_SEQUENCES

@@ -32,7 +32,6 @@ from app.engine.fit import (
 )
 from app.engine.known_answers import check_model_on_gpu
 from app.engine.kv_layout import SlabPolicy
-from app.engine.kv_precision import avoid_float16, widen_if_too_large
 from app.engine.loop import Loop
 from app.engine.memory_policy import MemoryRules, choose_pool_limit, choose_rules
 from app.engine.memory_profile import (
@@ -41,6 +40,7 @@ from app.engine.memory_profile import (
     profile_memory,
 )
 from app.engine.policy import SchedulerLimits, count_slots
+from app.engine.precision import avoid_float16, widen_if_too_large
 from app.engine.prefix.cache import PrefixCache
 from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from app.engine.kv_precision import find_precision
+from app.engine.precision import find_precision
 from models.attention_pieces import device_of_shape
 from models.attention_route import AttentionShape, workspace_bytes
 from models.base import Model

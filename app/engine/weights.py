@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 
 from app.core.errors import AppError, ErrorKind, LibraryPanic, PanicGuard
 from app.core.model_files import ModelFiles
-from app.core.settings import ActivationBits, KVPrecision, QuantizationBits
-from app.engine.kv_precision import choose_kv_dtype
+from app.core.settings import ActivationPrecision, KVPrecision, QuantizationBits
+from app.engine.precision import choose_activation_bits, choose_kv_dtype
 from models import architectures
 from models.base import Model, ModelError
-from models.cpu_layout import apply_cpu_layout, set_activation_bits
+from models.cpu_layout import apply_cpu_layout, get_activation_bits, set_activation_bits
 from models.gguf import reader as gguf_reader
 from models.gguf.reader import GGUFError, has_magic
 from models.gguf.weights import UnreadTensors, open_weights
@@ -57,15 +57,15 @@ def open_model(
     share: TensorParallelGroup | None = None,
     *,
     kv: KVPrecision = "auto",
-    activations: ActivationBits = 24,
+    activations: ActivationPrecision = "auto",
 ) -> Model:
     """Opens a model without reading its weights.
 
     bits: the number of bits to which plain weights are quantized when they are read. None keeps
         the weights unchanged.
     share: the tensor-parallel group that shares the model, if any.
-    kv: the precision of the layer caches, see app/engine/kv_precision.py.
-    activations: the precision of activations in 4- and 8-bit layers.
+    kv, activations: the precision of the layer caches, and of the inputs of layers with 4- and
+        8-bit weights, see app/engine/precision.py.
 
     Raises AppError(MODEL_FILES). The message is one sentence, which includes the name of a faulty
     file.
@@ -85,9 +85,13 @@ def open_model(
         if share is not None:
             shard_model(model, share, files.config["model_type"])
         assert isinstance(model, nn.Module)
-        model.kv_dtype = choose_kv_dtype(list_parameters(model), kv)
+        parameters = list_parameters(model)
+        has_blocks = unread is not None and bool(unread.blocks)
+        model.kv_dtype = choose_kv_dtype(parameters, kv)
+        bits_of_inputs = choose_activation_bits(parameters, activations, has_blocks=has_blocks)
         apply_cpu_layout(model)
-        set_activation_bits(model, activations)
+        if activations != "auto" or get_activation_bits(model) is not None:
+            set_activation_bits(model, bits_of_inputs)
         if unread is not None:
             unread.blocks.clear()
         setattr(model, _UNREAD, unread)

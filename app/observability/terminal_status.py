@@ -213,7 +213,7 @@ def _describe_device(backend: ComputeBackend) -> str:
     parts = [_BACKEND_NAMES[backend.device]]
     if backend.kernels is not None:
         parts.append(f"{backend.kernels} kernels")
-    if backend.activations not in (None, 24):
+    if backend.activations is not None:
         parts.append(f"{backend.activations}-bit activations")
     if backend.blas is not None:
         parts.append(backend.blas)

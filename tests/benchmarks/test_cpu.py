@@ -3,6 +3,7 @@
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Collection
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -36,7 +37,9 @@ from benchmarks.cpu_limits import Limit
 from benchmarks.cpu_llama import LlamaPrograms
 from benchmarks.cpu_rounds import BareResults, find_server_variables, measure_rounds
 from benchmarks.cpu_tables import format_table, format_verdicts, make_baseline_targets
+from models import kernels
 from tests.manual.tables import read_part
+from tests.rows import rows
 from tests.server_process import ROOT
 
 pytestmark = pytest.mark.exhaustive  # a tool of developers
@@ -446,7 +449,7 @@ def test_a_run_names_the_processor_the_peers_and_a_busy_machine(monkeypatch):
     monkeypatch.setattr("os.getloadavg", lambda: (0.2, 0.0, 0.0))
     llama = LlamaPrograms(folder=ROOT, system_info="system_info: | CPU : AMX_INT8 = 1 | ")
     text = cpu_report.describe_run("--rounds 1", 1, 2.0, llama, ["OpenVINO (OPENVINO)"])
-    assert text.startswith("- processor: ")
+    assert text.startswith(f"**{cpu_limits.describe_processor()}, ")
     assert "- mlxrunner: MLX " in text
     assert "- llama.cpp: tiles on (AMX_INT8)" in text
     assert "- not measured: OpenVINO (OPENVINO) is not set" in text
@@ -456,20 +459,43 @@ def test_a_run_names_the_processor_the_peers_and_a_busy_machine(monkeypatch):
     assert "**The machine was busy**" in cpu_report.describe_run("", 1, 2.0, None, [])
 
 
-def test_a_report_replaces_the_part_of_the_page_and_the_plots(tmp_path):
-    docs, output = tmp_path / "docs", tmp_path / "output"
-    docs.mkdir()
+@rows("kind", ["tiles", "vnni", "avx2", "arm"])
+def test_a_report_replaces_the_part_of_its_kind_of_processor_and_the_plots(
+    kind, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cpu_limits, "find_processor_kind", lambda: kind)
+    docs, output = tmp_path / kind / "docs", tmp_path / kind / "output"
+    docs.mkdir(parents=True)
     output.mkdir()
-    for plot in ("cpu-bare.svg", "cpu-http.svg"):
+    for plot in (f"cpu-{kind}-bare.svg", f"cpu-{kind}-http.svg"):
         (output / plot).write_text(f"<svg>{plot}</svg>")
     published = (ROOT / "docs/benchmarks.md").read_text("utf-8")
     (docs / "benchmarks.md").write_text(published, "utf-8")
     cpu_report.write_document(docs, output, "new figures\n")
     written = (docs / "benchmarks.md").read_text("utf-8")
-    assert read_part(written, "cpu") == "new figures\n"
-    before, after = (text.partition("<!-- generated: cpu -->")[0] for text in (published, written))
+    assert read_part(written, f"cpu-{kind}") == "new figures\n"
+    marker = f"<!-- generated: cpu-{kind} -->"
+    before, after = (text.partition(marker)[0] for text in (published, written))
     assert before == after
-    assert (docs / "cpu-bare.svg").read_text() == "<svg>cpu-bare.svg</svg>"
+    plot = f"cpu-{kind}-bare.svg"
+    assert (docs / plot).read_text() == f"<svg>{plot}</svg>"
+
+
+@rows(
+    ("isa", "kind"),
+    [
+        ("avx512-amx", "tiles"),
+        ("avx512-vnni", "vnni"),
+        ("avx512", "avx2"),
+        ("avx2", "avx2"),
+        ("neon-i8mm", "arm"),
+        (None, "avx2"),
+    ],
+)
+def test_the_kind_of_a_processor_is_that_of_the_kernels(isa, kind, monkeypatch):
+    info = replace(kernels.describe(), isa=isa)
+    monkeypatch.setattr(kernels, "describe", lambda: info)
+    assert cpu_limits.find_processor_kind() == kind
 
 
 def test_an_older_commit_can_be_the_only_peer():

@@ -30,7 +30,7 @@ GOOD = Findings(
     kernels="avx2",
     kernels_why=None,
     tiles_why="the processor has no AMX",
-    activations=24,
+    activations="auto",
     memory=6 << 30,
     scratch="/tmp/ours",
     models={"built in": 1, "hub": 2, "ollama": 0},
@@ -61,7 +61,9 @@ def test_the_report_of_a_machine_without_problems() -> None:
     assert report["MLX"] == "1.2.3, on the CPU, libmlx.so of mlx-cpu"
     assert report["processor"] == "A CPU, 2 threads"
     assert report["BLAS"] == "OpenBLAS 9.9 (Fake); matmul at 123 GFLOP/s"
-    assert report["kernels"] == "avx2; 24-bit activations in 4- and 8-bit layers"
+    assert report["kernels"] == (
+        "avx2; 16-bit (float32 models: 24-bit) activations in 4- and 8-bit layers"
+    )
     assert report["tiles"] == "off: the processor has no AMX"
     assert dict(render_lines(replace(GOOD, tiles_why=None)))["tiles"] == "on"
     assert report["memory"] == "6.00 GiB available"

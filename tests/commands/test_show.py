@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -10,9 +11,14 @@ import pytest
 from app.commands.show import show
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
+from models import kernels
 from tests import tiny
 from tests.models.published_weights import write_fp8
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore, packed_folder
+
+needs_kernels = pytest.mark.skipif(
+    kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}"
+)
 
 
 def test_the_report_fits_in_80_columns(
@@ -122,6 +128,21 @@ def test_converted_weights_are_shown_with_their_memory(
     report = json.loads(capsys.readouterr().out)
     assert report["converted"] == "14 weights from fp8 to bfloat16"
     assert report["file_bytes"] < report["bytes"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("bits", "activations"), [(None, None), (4, 24), (8, 24)])
+def test_the_precision_of_activations_is_that_with_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: Any, activations: int | None
+) -> None:
+    """The model is in float32; see `--activations`."""
+    name = str(tiny.write(tmp_path / "tiny", hidden_size=64, intermediate_size=128))
+    settings = Settings(models=(ModelSettings(name=name),), quantize=bits)
+    show(settings, as_json=True)
+    assert json.loads(capsys.readouterr().out)["activations"] == activations
+    show(settings, as_json=False)
+    line = f"  activations   {activations} bits in 4- and 8-bit layers"
+    assert (line in capsys.readouterr().out.splitlines()) is (activations is not None)
 
 
 def test_no_tensor_is_read(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

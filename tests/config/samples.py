@@ -61,7 +61,7 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
         ),
     ),
     "kv": (sample("float32", '"float32"', "float32"), sample("auto", '"auto"', "auto")),
-    "activations": (sample("16", "16", 16), sample("8", "8", 8)),
+    "activations": (sample("auto", '"auto"', "auto"), sample("8", "8", 8)),
     "kv_layout": (sample("rows", '"rows"', "rows"), sample("slab", '"slab"', "slab")),
     "experimental_metal": (ON, OFF),
     "parallel": (sample("3", "3", 3),),

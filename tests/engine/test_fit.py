@@ -26,7 +26,6 @@ from app.engine.fit import (
     estimate_memory,
     raise_unless_fits,
 )
-from app.engine.kv_precision import find_precision
 from app.engine.memory_profile import (
     ActivationMemory,
     KVFootprint,
@@ -34,6 +33,7 @@ from app.engine.memory_profile import (
     profile_memory,
 )
 from app.engine.model_info import complete_config
+from app.engine.precision import find_precision
 from app.engine.weights import open_model
 from models import llama
 from models.checkpoint_config import num_query_heads

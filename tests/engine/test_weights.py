@@ -187,9 +187,23 @@ def test_fewer_bits_of_activations_change_the_logits_of_a_quantized_model(tmp_pa
         16: 16,
         8: 8,
     }
+    # the model is in float32
     assert (answers(open_model(files, 8)) == found[24]).all()
     errors = [float(np.abs(found[bits] - found[24]).max()) for bits in (16, 8)]
     assert 0 < errors[0] < errors[1] / 20 < 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_a_checkpoint_in_16_bits_has_16_bit_activations(tmp_path: Path, dtype: mx.Dtype) -> None:
+    config = {**tiny.CONFIG, "hidden_size": 64, "intermediate_size": 128}
+    weights = {name: array.astype(dtype) for name, array in tiny.weights(config).items()}
+    files = write_shards(tmp_path, weights, **config)
+    model, explicit = open_model(files, 4), open_model(files, 4, activations=16)
+    assert get_activation_bits(model) == 16
+    assert (answers(model) == answers(explicit)).all()
+    assert get_activation_bits(open_model(files, 4, activations=24)) == 24
+    assert get_activation_bits(open_model(files, None)) is None
 
 
 @needs_kernels

@@ -40,9 +40,15 @@ def rotate(x: Array, angles: Array) -> Array:
     )
 
 
-def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> Array:
+def llama(
+    config: dict[str, Any],
+    weights: dict[str, Array],
+    ids: list[int],
+    rounded: Callable[[Array], Array] = lambda x: x,
+) -> Array:
     """Logits [L, V] of a Llama with plain RoPE. Biases are used if `weights` has them.
-    `sliding_window` applies to the layers that `layer_types` names, or by default to all."""
+    `sliding_window` applies to the layers that `layer_types` names, or by default to all.
+    rounded: applied to the result of each operation, such as a product or a norm."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     inverse = config.get("rope_theta", 10000.0) ** (-np.arange(0, size, 2) / size)
@@ -51,26 +57,27 @@ def llama(config: dict[str, Any], weights: dict[str, Array], ids: list[int]) -> 
     window = config.get("sliding_window") or len(ids)
     near = causal & np.triu(np.ones((len(ids), len(ids)), bool), 1 - window)
     kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
-    x = weights["model.embed_tokens.weight"][ids]
+    x = rounded(weights["model.embed_tokens.weight"][ids])
 
     def norm(x: Array, name: str) -> Array:
         scale = np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"])
-        return x / scale * weights[f"{name}.weight"]
+        return rounded(x / scale * weights[f"{name}.weight"])
 
     def heads_of(x: Array, name: str, count: int) -> Array:
-        out = x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
+        out = rounded(x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0))
         return out.reshape(len(ids), count, size).transpose(1, 0, 2)
 
     for i in range(config["num_hidden_layers"]):
         block = f"model.layers.{i}"
         h = norm(x, f"{block}.input_layernorm")
-        q = rotate(heads_of(h, f"{block}.self_attn.q_proj", heads), angles)
-        k = rotate(heads_of(h, f"{block}.self_attn.k_proj", kv_heads), angles)
+        q = rounded(rotate(heads_of(h, f"{block}.self_attn.q_proj", heads), angles))
+        k = rounded(rotate(heads_of(h, f"{block}.self_attn.k_proj", kv_heads), angles))
         v = heads_of(h, f"{block}.self_attn.v_proj", kv_heads)
         visible = near if kinds[i] == "sliding_attention" else causal
-        mixed = attention(q, k, v, visible).transpose(1, 0, 2).reshape(len(ids), -1)
-        x = x + mixed @ weights[f"{block}.self_attn.o_proj.weight"].T
+        mixed = rounded(attention(q, k, v, visible)).transpose(1, 0, 2).reshape(len(ids), -1)
+        x = rounded(x + rounded(mixed @ weights[f"{block}.self_attn.o_proj.weight"].T))
         h = norm(x, f"{block}.post_attention_layernorm")
-        gate, up = (h @ weights[f"{block}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{block}.mlp.down_proj.weight"].T
-    return norm(x, "model.norm") @ weights["lm_head.weight"].T
+        gate, up = (rounded(h @ weights[f"{block}.mlp.{n}_proj.weight"].T) for n in ("gate", "up"))
+        inner = rounded(rounded(gate / (1 + np.exp(-gate))) * up)
+        x = rounded(x + rounded(inner @ weights[f"{block}.mlp.down_proj.weight"].T))
+    return rounded(norm(x, "model.norm") @ weights["lm_head.weight"].T)

@@ -1,4 +1,4 @@
-"""The type of the layer caches: chosen from the checkpoint, and checked for float16."""
+"""The type of the layer caches and the bits of activations, chosen from the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from app import store
 from app.core.errors import AppError
 from app.core.model_files import ModelFiles
 from app.core.settings import CachePolicy, KVPrecision, Settings
-from app.engine import kv_precision
-from app.engine.kv_precision import choose_kv_dtype
+from app.engine import precision
 from app.engine.loader import load
 from app.engine.loop import Loop
 from app.engine.model_info import complete_config
+from app.engine.precision import choose_activation_bits, choose_kv_dtype
 from app.engine.weights import open_model
 from tests import tiny
 from tests.engine.harness import (
@@ -35,26 +35,35 @@ def zeros(dtype: mx.Dtype, size: int) -> mx.array:
     return mx.zeros((size,), dtype)
 
 
-CHECKPOINTS: dict[str, tuple[list[mx.array], mx.Dtype | None]] = {
-    "float32": ([zeros(mx.float32, 100)], None),
+# parameters, the type of the caches, and the bits of activations
+CHECKPOINTS: dict[str, tuple[list[mx.array], mx.Dtype | None, int]] = {
+    "float32": ([zeros(mx.float32, 100)], None, 24),
     "bfloat16 with float32 norms": (
-        [zeros(mx.bfloat16, 100), zeros(mx.float32, 10)], mx.bfloat16),
-    "float16": ([zeros(mx.float16, 100)], mx.float16),
+        [zeros(mx.bfloat16, 100), zeros(mx.float32, 10)], mx.bfloat16, 16),
+    "float16": ([zeros(mx.float16, 100)], mx.float16, 16),
     "packed words with bfloat16 scales": (
-        [zeros(mx.uint32, 500), zeros(mx.bfloat16, 60), zeros(mx.float32, 8)], mx.bfloat16),
-    "packed words with float32 scales": ([zeros(mx.uint32, 500), zeros(mx.float32, 60)], None),
+        [zeros(mx.uint32, 500), zeros(mx.bfloat16, 60), zeros(mx.float32, 8)], mx.bfloat16, 16),
+    "packed words with float32 scales": (
+        [zeros(mx.uint32, 500), zeros(mx.float32, 60)], None, 24),
     "one-byte scales, other tensors in bfloat16": (
-        [zeros(mx.uint8, 500), zeros(mx.bfloat16, 60)], mx.bfloat16),
-    "no floats": ([zeros(mx.uint8, 500)], None),
+        [zeros(mx.uint8, 500), zeros(mx.bfloat16, 60)], mx.bfloat16, 16),
+    "no floats": ([zeros(mx.uint8, 500)], None, 24),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_auto_selects_the_type_of_most_parameters(name: str) -> None:
-    parameters, expected = CHECKPOINTS[name]
+    parameters, expected, bits = CHECKPOINTS[name]
     # compared as text, because a type cannot be compared with None
     assert str(choose_kv_dtype(parameters, "auto")) == str(expected)
     assert choose_kv_dtype(parameters, "bfloat16") == mx.bfloat16
+    assert choose_activation_bits(parameters, has_blocks=False) == bits
+    assert choose_activation_bits(parameters, 8, has_blocks=True) == 8
+
+
+def test_blocks_of_gguf_have_16_bit_activations_beside_float32_norms() -> None:
+    parameters = [zeros(mx.uint8, 500), zeros(mx.float32, 60)]
+    assert choose_activation_bits(parameters, has_blocks=True) == 16
 
 
 def test_auto_keeps_the_activations_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +136,7 @@ def test_auto_falls_back_to_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The numbers of the same checkpoint are too large for a smaller range."""
     files = write_model(tmp_path / "m", mx.float16)
     assert open_loop(files).capacity.kv_dtype == "float16"
-    monkeypatch.setattr(kv_precision, "_USABLE_RANGE", 0.5)
+    monkeypatch.setattr(precision, "_USABLE_RANGE", 0.5)
     loop = open_loop(files)
     assert loop.capacity.kv_dtype == "float32"
     assert loop.capacity.kv_bytes_per_sequence == 2 * 2 * 2 * 4 * 4 * 512
@@ -136,9 +145,9 @@ def test_auto_falls_back_to_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_ranks_do_not_use_float16_unless_it_is_requested() -> None:
     model = tiny_model()
     model.kv_dtype = mx.float16
-    kv_precision.avoid_float16(model, "float16")
+    precision.avoid_float16(model, "float16")
     assert model.kv_dtype == mx.float16
-    kv_precision.avoid_float16(model, "auto")
+    precision.avoid_float16(model, "auto")
     assert model.kv_dtype is None
 
 

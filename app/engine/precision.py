@@ -1,15 +1,22 @@
-"""Chooses the type of a model's keys and values in layer caches (`--kv`).
+"""Chooses the precision of a model by that of its checkpoint: the type of the keys and values in
+layer caches (`--kv`), and the bits to which the CPU kernels round the inputs of layers with 4- and
+8-bit weights (`--activations`).
 
 Knows: the types of a model's parameters, the range of float16, models as functions. Must not know:
 the storage of caches, prefixes, requests.
 
-    setting                  float32 parameters   bfloat16     float16
+    --kv                     float32 parameters   bfloat16     float16
     auto, on a CPU           float32              bfloat16     float16 if its range is large enough
     auto, on other devices   the type of the activations
     a type                   this type, if it is narrower than the activations
 
+    --activations            float32 parameters   bfloat16     float16     blocks of GGUF
+    auto                     24                   16           16          16
+    a number                 this number
+
 The type of a model is the type of most of its floating-point parameters. In a quantized model,
-these are the scales. On a CPU, activations are float32.
+these are the scales. The blocks of GGUF contain float16 scales or less; their norms are float32 in
+any case. On a CPU, other activations are float32.
 """
 
 from collections import Counter
@@ -19,7 +26,7 @@ from typing import cast
 import mlx.core as mx
 
 from app.core.errors import AppError, ErrorKind
-from app.core.settings import KVPrecision
+from app.core.settings import ActivationBits, ActivationPrecision, KVPrecision
 from models.base import Model
 from models.kv import LARGEST_FLOAT16, KVBuffers, LayerCache
 from models.mlx_lm_cache import MlxLmLayerCache
@@ -45,12 +52,27 @@ def choose_kv_dtype(parameters: Sequence[mx.array], precision: KVPrecision) -> m
         return _DTYPES[precision]
     if mx.default_device().type != mx.DeviceType.cpu:
         return None
+    found = _find_dtype(parameters)
+    return None if found == mx.float32 else found
+
+
+def choose_activation_bits(
+    parameters: Sequence[mx.array], precision: ActivationPrecision = "auto", *, has_blocks: bool
+) -> ActivationBits:
+    """Returns the value for `models.cpu_layout.set_activation_bits`. parameters: as for
+    `choose_kv_dtype`. has_blocks: whether weights are in GGUF's blocks."""
+    if precision != "auto":
+        return precision
+    return 24 if not has_blocks and _find_dtype(parameters) == mx.float32 else 16
+
+
+def _find_dtype(parameters: Sequence[mx.array]) -> mx.Dtype:
     counts = Counter[mx.Dtype]()
     for array in parameters:
         if array.dtype in _DTYPES.values():
             counts[array.dtype] += array.size
     [(found, _)] = counts.most_common(1) or [(mx.float32, 0)]
-    return None if found == mx.float32 else found
+    return found
 
 
 def widen_if_too_large(model: Model, precision: KVPrecision, *, vocab: int, name: str) -> None:
