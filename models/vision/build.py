@@ -12,7 +12,16 @@ import mlx.core as mx
 
 from models.base import ModelError
 from models.checkpoint_config import get_text_config
-from models.vision import gemma3, gemma4, gemma4_unified, pixtral, qwen3_vl
+from models.vision import (
+    gemma3,
+    gemma4,
+    gemma4_unified,
+    lfm2_vl,
+    pixtral,
+    qwen2_5_vl,
+    qwen3_vl,
+    smolvlm,
+)
 from models.vision.tower import VisionTower
 
 # model_type in config.json -> the classes of the config and of the tower
@@ -20,19 +29,29 @@ _FAMILIES: Mapping[str, tuple[Any, Callable[[Any, Mapping[str, Any]], VisionTowe
     "gemma3": (gemma3.Config, gemma3.Tower),
     "gemma4": (gemma4.Config, gemma4.Tower),
     "gemma4_unified": (gemma4_unified.Config, gemma4_unified.Tower),
+    "idefics3": (smolvlm.Config, smolvlm.Tower),
+    "lfm2-vl": (lfm2_vl.Config, lfm2_vl.Tower),
+    "lfm2_vl": (lfm2_vl.Config, lfm2_vl.Tower),
     "mistral3": (pixtral.MergingConfig, pixtral.Tower),
     "pixtral": (pixtral.Config, pixtral.Tower),
+    "qwen2_5_vl": (qwen2_5_vl.Config, qwen2_5_vl.Tower),
     "qwen3_5": (qwen3_vl.Config, qwen3_vl.Tower),
     "qwen3_5_moe": (qwen3_vl.Config, qwen3_vl.Tower),
     "qwen3_vl": (qwen3_vl.Config, qwen3_vl.Tower),
     "qwen3_vl_moe": (qwen3_vl.Config, qwen3_vl.Tower),
+    "smolvlm": (smolvlm.Config, smolvlm.Tower),
 }
 
 # keys of towers and projectors outside `vision_config`
 _OUTER_KEYS = (
+    "downsample_factor",
     "mm_tokens_per_image",
     "multimodal_projector_bias",
+    "projector_bias",
     "projector_hidden_act",
+    "projector_hidden_size",
+    "projector_use_layernorm",
+    "scale_factor",
     "spatial_merge_size",
     "vision_feature_layer",
 )

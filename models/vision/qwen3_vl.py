@@ -58,11 +58,13 @@ class Config(base.Config):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    """Attention with one product for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self._heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self._heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
 
     def project(
         self, x: mx.array, rotation: Rotation | None
@@ -80,7 +82,7 @@ class Block(nn.Module):
         sizes = config.hidden_size, config.intermediate_size, config.hidden_size
         self.norm1 = CenteredNorm(config.hidden_size, _EPS)
         self.norm2 = CenteredNorm(config.hidden_size, _EPS)
-        self.attn = Attention(config)
+        self.attn = Attention(config.hidden_size, config.num_heads)
         activation = find_activation(config.hidden_act)
         self.mlp = MLP(sizes, activation, ("linear_fc1", "linear_fc2"))
 

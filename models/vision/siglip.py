@@ -43,6 +43,16 @@ class Config(base.Config):
     text_config: Mapping[str, Any]
 
     @property
+    def num_positions(self) -> int:
+        """The number of learned positions."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tile_size(self) -> int | None:
+        """See `VisionTower`."""
+        return self.image_size
+
+    @property
     def text_hidden_size(self) -> int:
         return _TextConfig.from_dict(self.text_config).hidden_size
 
@@ -92,7 +102,7 @@ class Block(nn.Module):
 
 
 class SiglipTower(VisionTower):
-    """The base class of towers with this encoder, for square tiles of one size.
+    """The base class of towers with this encoder.
 
     merge_size: see `VisionTower`. prefixes: of the encoder's names in checkpoints, and of other
     modules, with their replacements.
@@ -108,19 +118,15 @@ class SiglipTower(VisionTower):
             hidden_size=config.hidden_size,
             inner_size=config.intermediate_size,
             heads=config.num_attention_heads,
-            tile_size=config.image_size,
+            tile_size=config.tile_size,
         )
         self._side = config.image_size // config.patch_size
         self.embeddings = {
             "patch_embedding": nn.Linear(3 * config.patch_size**2, config.hidden_size),
-            "position_embedding": nn.Embedding(self.count_positions(config), config.hidden_size),
+            "position_embedding": nn.Embedding(config.num_positions, config.hidden_size),
         }
         self.encoder = {"layers": [Block(config) for _ in range(config.num_hidden_layers)]}
         self.post_layernorm = CenteredNorm(config.hidden_size, config.layer_norm_eps)
-
-    def count_positions(self, config: Config) -> int:
-        """Returns the number of learned positions."""
-        return (config.image_size // config.patch_size) ** 2
 
     @property
     def stack(self) -> Sequence[Block]:

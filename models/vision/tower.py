@@ -186,10 +186,11 @@ class VisionTower(nn.Module):
     def _tile_bytes(self, count: int, group: int, itemsize: int) -> int:
         chunk = min(count, _CHUNK)
         width = self.heads * self.head_dim
-        # pixels with their indices and patches; hidden states in and out; queries, keys, values,
-        # and keys and values once more while their chunks are joined; cosines and sines
+        # pixels, their indices, values and patches, and patches in another order
         patch = 3 * self.patch_size**2
-        first = count * patch * (1 + 3 * itemsize)
+        first = count * patch * (1 + 4 * itemsize)
+        # hidden states in and out; queries, keys, values, and keys and values once more while their
+        # chunks are joined; cosines and sines
         states = count * itemsize * (2 * self.hidden_size + 5 * width + 2 * self.head_dim)
         inner = chunk * itemsize * (3 * self.inner_size + 4 * self.hidden_size + 6 * width)
         shape = AttentionShape(

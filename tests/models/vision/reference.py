@@ -179,6 +179,39 @@ def _pixtral(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
     return [rows[0] if isinstance(rows, list | tuple) or rows.ndim > 2 else rows]
 
 
+def _qwen2_5(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    patches, grid = make_qwen_patches(normalize(tiles[0], *CLIP), 14, 2)
+    return [model.model.visual(torch.tensor(patches), torch.tensor([grid])).pooler_output]
+
+
+def _smolvlm(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    values = [normalize(tile, [0.5] * 3, [0.5] * 3).transpose(2, 0, 1) for tile in tiles]
+    found = model.model.get_image_features(torch.tensor(np.stack(values)[None]))
+    return [torch.cat(list(found.pooler_output))]
+
+
+def _lfm2(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+    """The processor pads the patches of all tiles to the same number."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    most = max(tile.size for tile in tiles) // (3 * 16 * 16)
+    patches = np.zeros((len(tiles), most, 3 * 16 * 16), np.float32)
+    mask = np.zeros((len(tiles), most), np.int64)
+    shapes = [(tile.shape[0] // 16, tile.shape[1] // 16) for tile in tiles]
+    for number, (tile, (rows, cols)) in enumerate(zip(tiles, shapes, strict=True)):
+        values = normalize(tile, [0.5] * 3, [0.5] * 3).reshape(rows, 16, cols, 16, 3)
+        flat = values.transpose(0, 2, 1, 3, 4).reshape(rows * cols, -1)
+        patches[number, : len(flat)], mask[number, : len(flat)] = flat, 1
+    found = model.model.get_image_features(
+        torch.tensor(patches), torch.tensor(shapes), torch.tensor(mask)
+    )
+    return [torch.cat(list(found.pooler_output))]
+
+
 _GEMMA4_TEXT: dict[str, Any] = {
     **_TEXT,
     "global_head_dim": 16,
@@ -283,6 +316,58 @@ CASES: Mapping[str, Case] = {
         images=([(48, 32)], [(16, 80)]),
         compute=_pixtral,
     ),
+    "qwen2_5_vl": Case(
+        kind="Qwen2_5_VLForConditionalGeneration",
+        config={
+            "text_config": _TEXT,
+            "vision_config": {
+                "depth": 3,
+                "hidden_size": 48,
+                "intermediate_size": 90,
+                "num_heads": 4,
+                "out_hidden_size": 32,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+        },
+        images=([(140, 84)], [(28, 28)], [(56, 112)]),
+        compute=_qwen2_5,
+    ),
+    "smolvlm": Case(
+        kind="SmolVLMForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": {**_SIGLIP, "image_size": 64, "patch_size": 8},
+            "scale_factor": 4,
+        },
+        images=([(64, 64)] * 3, [(64, 64)]),
+        compute=_smolvlm,
+    ),
+    "idefics3": Case(
+        kind="Idefics3ForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": {**_SIGLIP, "image_size": 64, "patch_size": 16},
+        },
+        images=([(64, 64)] * 2,),
+        compute=_smolvlm,
+    ),
+    "lfm2_vl": Case(
+        kind="Lfm2VlForConditionalGeneration",
+        config={
+            "text_config": {**_TEXT, "model_type": "lfm2", "layer_types": ["full_attention"]},
+            "vision_config": {
+                **_SIGLIP,
+                "model_type": "siglip2_vision_model",
+                "patch_size": 16,
+                "num_patches": 36,
+                "vision_use_head": False,
+            },
+            "projector_hidden_size": 40,
+        },
+        images=([(64, 96), (32, 32)], [(160, 224)], [(32, 64)]),
+        compute=_lfm2,
+    ),
 }
 
 
@@ -319,7 +404,7 @@ def _compute(case: Case) -> Any:
     shapes = {
         name: list(array.shape)
         for name, array in saved.items()
-        if "language_model." not in name and not name.startswith("lm_head.")
+        if re.search("vision|visual|connector|projector", name)
     }
     with torch.no_grad():
         outputs = [case.compute(model, draw_image(sizes)) for sizes in case.images]
