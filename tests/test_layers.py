@@ -24,7 +24,7 @@ EVERYTHING = frozenset({"app", "models"})
 OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "models": frozenset(),
     "app.core": frozenset(),
-    "app.text": frozenset({"app.core", "app.grammar"}),
+    "app.text": frozenset({"app.core", "app.grammar", "app.images.plan"}),
     "app.store": frozenset({"app.core"}),
     # headers and metadata of GGUF files, without tensors
     "app.store.gguf": frozenset(

@@ -7,8 +7,8 @@ An embedding is stored as bytes: its elements are consecutive little-endian floa
 format can be sent between processes and encoded as base64 without conversion.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -48,6 +48,32 @@ class Message:
     tool_call_id: str | None = None
     is_error: bool = False
     is_temporary: bool = False
+
+
+def join_contents(
+    messages: Iterable[Message], separator: str
+) -> tuple[str, tuple[PlacedImage, ...]]:
+    """Joins the contents of messages. Returns the text and the images in it. A message without
+    content gets no separator."""
+    texts: list[str] = []
+    images: list[PlacedImage] = []
+    length = 0
+    for message in messages:
+        text = message.content or ""
+        if not (text or message.images):
+            continue
+        if texts:
+            length += len(separator)
+        images += (replace(one, offset=one.offset + length) for one in message.images)
+        texts.append(text)
+        length += len(text)
+    return separator.join(texts), tuple(images)
+
+
+def prepend_text(message: Message, text: str) -> Message:
+    """Returns the message with a text before its content."""
+    images = tuple(replace(one, offset=one.offset + len(text)) for one in message.images)
+    return replace(message, content=text + (message.content or ""), images=images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,7 @@ class JobBuilder:
         return TurnRecorder(
             self.generated_turns,
             choice.job.caller,
-            prompt_length=len(prompt.text),
+            prompt_length=prompt.digested_length,
             prompt_digest=prompt.digest,
             context_ids=choice.job.prompt_token_ids,
         )

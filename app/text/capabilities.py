@@ -18,7 +18,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from app.core.errors import AppError
-from app.core.requests import Message, Tool, ToolCall
+from app.core.images import Image, PlacedImage
+from app.core.requests import Message, Tool, ToolCall, prepend_text
+from app.text.chat_template import ContentFormat
 from app.text.message_folding import SYSTEM_ROLES, PlacementRules
 from app.text.placement_probe import PROBE_TOOL_NAME, detect_placement
 
@@ -40,6 +42,13 @@ _TOOL = Tool(
 )
 
 
+_IMAGE = PlacedImage(
+    offset=10,
+    image=Image(data=b"", format="png", width=1, height=1, digest=b""),
+)
+_IMAGE_MESSAGE = Message(role="user", content="Look-here.Read-this.", images=(_IMAGE,))
+
+
 class Render(Protocol):
     """The part of the signature of `ChatTemplate.render` that this module uses."""
 
@@ -49,6 +58,7 @@ class Render(Protocol):
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         string_arguments: bool = False,
+        content_format: ContentFormat | None = None,
         **template_kwargs: Any,
     ) -> str: ...
 
@@ -67,7 +77,8 @@ class TemplateCapabilities:
     be passed if there are no tools. requires_tool_description: every tool needs a description.
     requires_string_arguments: arguments must be passed as text. requires_short_call_ids: call IDs
     must consist of nine letters and digits. requires_single_calls: a turn must contain only one
-    call. placement: the positions at which the template keeps messages.
+    call. content_format: how contents and images are passed. placement: the positions at which the
+    template keeps messages.
     """
 
     supports_system_role: bool = True
@@ -81,6 +92,7 @@ class TemplateCapabilities:
     requires_string_arguments: bool = False
     requires_short_call_ids: bool = False
     requires_single_calls: bool = False
+    content_format: ContentFormat = field(default_factory=ContentFormat)
     placement: PlacementRules = field(default_factory=PlacementRules)
 
     def format_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
@@ -110,12 +122,17 @@ class TemplateCapabilities:
 
 
 def detect_capabilities(
-    render: Render, variants: Sequence[Mapping[str, Any]] = ({},)
+    render: Render, variants: Sequence[Mapping[str, Any]] = ({},), *, image_mark: str = ""
 ) -> TemplateCapabilities:
     """Detects the capabilities of the template behind `render`. variants: template variables with
-    which to test message positions, such as reasoning on and off."""
+    which to test message positions, such as reasoning on and off. image_mark: the text that the
+    template writes for an image; "" for a model that reads text only."""
     probe = _TemplateProbe(render)
     detected = TemplateCapabilities()
+    if not probe.renders(detected, [_USER_MESSAGE]) and probe.renders(
+        in_parts := replace(detected, content_format=ContentFormat(requires_parts=True))
+    ):
+        detected = in_parts
     if not probe.renders(detected, [_USER_MESSAGE]) and probe.renders(
         with_list := replace(detected, requires_tool_list=True)
     ):
@@ -144,7 +161,41 @@ def detect_capabilities(
     placement = detect_placement(
         render_trial, variants, system_roles=roles, has_system=detected.supports_system_role
     )
+    if image_mark:
+        detected = replace(detected, content_format=_detect_images(probe, detected, image_mark))
     return replace(detected, placement=placement)
+
+
+def _detect_images(
+    probe: "_TemplateProbe", known: TemplateCapabilities, mark: str
+) -> ContentFormat:
+    """Detects the roles whose content may be a list of parts with an image."""
+    before, after = "Look-here.", "Read-this."
+    roles = ("user", "assistant", "tool", "system", "developer")
+    format = replace(known.content_format, image_roles=frozenset(roles), image_text=mark)
+    trial = replace(known, content_format=format)
+    call, result = _build_call_round("1")
+    conversations = {
+        "user": [_IMAGE_MESSAGE],
+        "assistant": [_USER_MESSAGE, replace(_IMAGE_MESSAGE, role="assistant"), _USER_MESSAGE],
+        "tool": [
+            _USER_MESSAGE,
+            call,
+            replace(_IMAGE_MESSAGE, role="tool", tool_call_id=result.tool_call_id),
+        ],
+        "system": [replace(_IMAGE_MESSAGE, role="system"), _USER_MESSAGE],
+    }
+    texts: dict[str, str] = {}
+    for role, messages in conversations.items():
+        tools = [_TOOL] if role == "tool" and known.supports_tool_calls else []
+        text = probe.render(trial, messages, tools) or ""
+        _, found, text = text.partition(before)
+        text, found_after, _ = text.partition(after)
+        if found and found_after and text.count(mark) == 1:
+            texts[role] = text
+    if "system" in texts:
+        texts["developer"] = texts["system"]
+    return replace(format, image_roles=frozenset(texts), image_text=texts.get("user", mark))
 
 
 def _detect_tool_calls(
@@ -217,6 +268,7 @@ class _TemplateProbe:
                 turns,
                 tools=capabilities.format_tools(tools),
                 string_arguments=capabilities.requires_string_arguments,
+                content_format=capabilities.content_format,
                 **variables,
             )
         except AppError:
@@ -313,4 +365,4 @@ def _merge_system_into_user(turns: Sequence[Message]) -> list[Message]:
     if not rest or rest[0].role != "user":
         return [Message(role="user", content=instructions), *rest]
     user, *remaining = rest
-    return [replace(user, content=f"{instructions}\n\n{user.content or ''}"), *remaining]
+    return [prepend_text(user, f"{instructions}\n\n"), *remaining]

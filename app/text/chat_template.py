@@ -7,10 +7,12 @@ HTTP, Jinja (`app/text/jinja_sandbox.py`).
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
+from app.core.images import split_parts
 from app.core.model_files import Json, ModelFiles
 from app.core.requests import Message, ToolCall
 from app.core.thread_pools import CancelToken
@@ -22,6 +24,29 @@ from app.text.tokenizer import Tokenizer, find_model_stop_conditions, parse_spec
 # Using markers such as ChatML's would not work, because the model would treat them as text to
 # imitate.
 FALLBACK_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentFormat:
+    """How the contents of messages are passed to a template. image_roles: the roles whose content,
+    if it has images, is a list of parts. image_text: the text of an image in the messages of other
+    roles. requires_parts: whether every content is a list of parts."""
+
+    image_roles: frozenset[str] = frozenset()
+    image_text: str = ""
+    requires_parts: bool = False
+
+    def render(self, message: Message) -> str | list[dict[str, str]]:
+        """Returns the content of a message."""
+        parts = list(split_parts(message.content, message.images))
+        is_list = bool(message.images) and message.role in self.image_roles
+        if not (is_list or self.requires_parts):
+            texts = (part if isinstance(part, str) else self.image_text for part in parts)
+            return "".join(texts)
+        return [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in parts or [""]
+        ]
 
 
 class ChatTemplate:
@@ -61,11 +86,13 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         documents: Sequence[Json] | None = None,
         string_arguments: bool = False,
+        content_format: ContentFormat | None = None,
         cancel_token: CancelToken | None = None,
         **template_kwargs: Any,
     ) -> str:
         """Renders the prompt. string_arguments: whether the arguments of calls are passed as text.
-        template_kwargs: additional template variables, such as enable_thinking.
+        content_format: None for texts. template_kwargs: additional template variables, such as
+        enable_thinking.
 
         Raises AppError(INVALID) if the template rejects the conversation or cannot render it.
         Raises WorkCancelled when `cancel_token` is cancelled.
@@ -77,7 +104,11 @@ class ChatTemplate:
             **template_kwargs,
             "messages": [
                 _to_template_message(
-                    message, f"messages.{index}", template.source, string_arguments=string_arguments
+                    message,
+                    f"messages.{index}",
+                    template.source,
+                    content_format or ContentFormat(),
+                    string_arguments=string_arguments,
                 )
                 for index, message in enumerate(messages)
             ],
@@ -183,14 +214,19 @@ def _read_special_tokens(config: Json) -> dict[str, Any]:
 
 
 def _to_template_message(
-    message: Message, field: str, template: str, *, string_arguments: bool
+    message: Message,
+    field: str,
+    template: str,
+    content_format: ContentFormat,
+    *,
+    string_arguments: bool,
 ) -> dict[str, Any]:
     """Converts a message to the format that the template expects. "developer" is OpenAI's newer
     name for "system"."""
     renamed = message.role == "developer" and "developer" not in template
     fields: dict[str, Any] = {
         "role": "system" if renamed else message.role,
-        "content": message.content or "",
+        "content": content_format.render(message),
     }
     if message.name is not None:
         fields["name"] = message.name

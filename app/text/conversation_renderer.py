@@ -77,12 +77,17 @@ class ConversationRenderer:
         if not add_generation_prompt:
             variables["add_generation_prompt"] = False
         return self._template.render(
-            capabilities.adapt_messages(self._replace_calls(messages)),
+            self.adapt(messages),
             tools=capabilities.format_tools(tools),
             string_arguments=capabilities.requires_string_arguments,
+            content_format=capabilities.content_format,
             cancel_token=self._cancel_token,
             **variables,
         )
+
+    def adapt(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages as the template gets them."""
+        return self._capabilities.adapt_messages(self._replace_calls(messages))
 
     def _replace_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Replaces tools, calls and results that the template does not support with text."""

@@ -26,6 +26,7 @@ from threading import Lock
 from app.core.events import TextDelta, ToolCallDelta
 from app.core.requests import Message
 from app.text.detokenizer import Detokenizer
+from app.text.edited_text import Edit, EditedText
 from app.text.output import Delta
 from app.text.syntax.output_parser import (
     Content,
@@ -248,34 +249,6 @@ class OutputMeaning:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Edit:
-    """Characters [start, end) of the old text were replaced by `length` characters."""
-
-    start: int
-    end: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoredPrompt:
-    """A prompt in which rendered turns were replaced with generated text."""
-
-    text: str
-    edits: tuple[_Edit, ...] = ()
-
-    def map_position(self, position: int) -> int:
-        """Converts a position in the rendered text. A position within a replaced turn is mapped to
-        the start of the turn."""
-        moved = 0
-        for edit in self.edits:
-            if edit.start < position < edit.end:
-                return edit.start + moved
-            if edit.end <= position:
-                moved += edit.length - (edit.end - edit.start)
-        return position + moved
-
-
 def restore_generated_text(
     text: str,
     turns: Iterable[GeneratedTurn],
@@ -283,14 +256,14 @@ def restore_generated_text(
     decode: Callable[[GeneratedTurn], str],
     turn_ends: Sequence[str],
     parse: Callable[[str, str], OutputMeaning],
-) -> RestoredPrompt:
+) -> EditedText:
     """Replaces rendered turns of a prompt with their generated texts.
 
     turns: the result of `GeneratedTurns.find`. turn_ends: the texts that end an assistant turn.
     parse(prompt, output): parses the output for a prompt. Text is replaced only by text with the
     same meaning.
     """
-    edits: list[_Edit] = []
+    edits: list[Edit] = []
     hashed = hashlib.blake2b(digest_size=16)
     done = moved = 0  # characters in the digest; change in length due to edits so far
     settled = -1  # the start of the last turn that was found
@@ -314,10 +287,10 @@ def restore_generated_text(
         settled = start
         if rendered == generated:
             continue
-        edits.append(_Edit(start=start - moved, end=end - moved, length=len(generated)))
+        edits.append(Edit(start=start - moved, end=end - moved, length=len(generated)))
         moved += len(generated) - len(rendered)
         text = text[:start] + generated + text[end:]
-    return RestoredPrompt(text=text, edits=tuple(edits))
+    return EditedText(text=text, edits=tuple(edits))
 
 
 def _to_bytes(text: str) -> bytes:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from app.core.requests import Message, Tool
+from app.core.requests import Message, Tool, join_contents, prepend_text
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.chat_template import parse_arguments
 from app.text.family import ChatFamily
@@ -232,7 +232,8 @@ def _describe_tools(tools: Sequence[Tool]) -> str:
 def _render_message_as_text(message: Message) -> Message:
     if message.role == "tool":
         of = f" of {message.name}" if message.name else ""
-        return Message(role="user", content=f"Result{of}: {message.content or ''}")
+        result = Message(role="user", content=message.content, images=message.images)
+        return prepend_text(result, f"Result{of}: ")
     if not message.tool_calls:
         return message
     calls = [
@@ -249,8 +250,8 @@ def _merge_turns(messages: Iterable[Message], *roles: str) -> Iterator[Message]:
     last: Message | None = None
     for message in messages:
         if last is not None and last.role == message.role and message.role in roles:
-            content = "\n".join(filter(None, (last.content, message.content)))
-            last = replace(last, content=content)
+            content, images = join_contents((last, message), "\n")
+            last = replace(last, content=content, images=images)
             continue
         if last is not None:
             yield last

@@ -22,7 +22,7 @@ it do so as well.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from app.core.requests import Message
+from app.core.requests import Message, join_contents, prepend_text
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -78,7 +78,7 @@ def fold_messages(messages: Sequence[Message], rules: PlacementRules) -> list[Me
 def _merge_system(messages: Sequence[Message], rules: PlacementRules) -> list[Message]:
     if rules.keeps_several_system or len(messages) < 2:
         return list(messages)
-    return [replace(messages[0], content=_join(message.content for message in messages))]
+    return [_join_to(messages[0], messages)]
 
 
 def _move_system_to_last_user(messages: list[Message]) -> list[Message]:
@@ -86,8 +86,8 @@ def _move_system_to_last_user(messages: list[Message]) -> list[Message]:
     last = max((n for n, message in enumerate(messages) if message.role == "user"), default=0)
     if messages[-1].role == "user" or last == 0 or messages[0].role not in SYSTEM_ROLES:
         return messages
-    content = _join((messages[0].content, messages[last].content))
-    return [*messages[1:last], replace(messages[last], content=content), *messages[last + 1 :]]
+    joined = _join_to(messages[last], (messages[0], messages[last]))
+    return [*messages[1:last], joined, *messages[last + 1 :]]
 
 
 def _move_results_to_calls(messages: Sequence[Message]) -> Iterable[Message]:
@@ -115,7 +115,8 @@ class _MessageFolder:
         self._rules = rules
         self._messages = start
         self._place = ""
-        self._before_user: list[str] = []  # texts for the start of the next user message
+        # system messages for the start of the next user message
+        self._before_user: list[Message] = []
 
     def add(self, message: Message) -> None:
         if message.role in SYSTEM_ROLES:
@@ -123,7 +124,7 @@ class _MessageFolder:
         elif message.role == "user":
             self._add_user(message)
         else:
-            self._add_user_for_texts()
+            self._add_user_for_system()
             for part in self._split(message):
                 if part.role == "assistant" == self._place and not self._keeps_assistant(part):
                     self._merge_assistant(part)
@@ -131,28 +132,28 @@ class _MessageFolder:
                     self._append(_mark_error(part))
 
     def finish(self) -> list[Message]:
-        self._add_user_for_texts()
+        self._add_user_for_system()
         return self._messages
 
     def _add_system(self, message: Message) -> None:
         if self._place in self._rules.keeps_system_after:
             self._messages.append(message)
-        elif not (text := message.content):
+        elif not (message.content or message.images):
             return
         elif self._place == "assistant":
-            self._before_user.append(text)
+            self._before_user.append(message)
         else:
-            self._join_to_last(text)
+            self._join_to_last(message)
 
     def _add_user(self, message: Message) -> None:
         if self._before_user:
-            text = _join((*self._before_user, message.content))
+            joined = _join_to(message, (*self._before_user, message))
             self._before_user.clear()
-            self._append(replace(message, content=text))
+            self._append(joined)
         elif self._keeps_user:
             self._append(message)
         else:
-            self._join_to_last(message.content)
+            self._join_to_last(message)
 
     @property
     def _keeps_user(self) -> bool:
@@ -171,7 +172,8 @@ class _MessageFolder:
             return (message,)
         if not (message.tool_calls and message.content):
             return (message,)
-        return (replace(message, tool_calls=()), replace(message, content=None, reasoning=None))
+        calls = replace(message, content=None, images=(), reasoning=None)
+        return (replace(message, tool_calls=()), calls)
 
     def _keeps_assistant(self, message: Message) -> bool:
         last = self._messages[-1]
@@ -183,30 +185,33 @@ class _MessageFolder:
 
     def _merge_assistant(self, message: Message) -> None:
         last = self._messages[-1]
+        content, images = join_contents((last, message), _SEPARATOR)
+        reasoning = _SEPARATOR.join(filter(None, (last.reasoning, message.reasoning)))
         self._messages[-1] = replace(
             last,
-            content=_join((last.content, message.content)) or None,
-            reasoning=_join((last.reasoning, message.reasoning)) or None,
+            content=content or None,
+            images=images,
+            reasoning=reasoning or None,
             tool_calls=(*last.tool_calls, *message.tool_calls),
         )
 
-    def _add_user_for_texts(self) -> None:
+    def _add_user_for_system(self) -> None:
         if self._before_user:
-            self._append(Message(role="user", content=_join(self._before_user)))
+            self._append(_join_to(Message(role="user", content=None), self._before_user))
             self._before_user.clear()
 
     def _append(self, message: Message) -> None:
         self._messages.append(message)
         self._place = message.role
 
-    def _join_to_last(self, text: str | None) -> None:
-        """Joins a text to the last message that is not a system message. System messages after it
-        are joined first, to preserve the order."""
-        texts = [text]
+    def _join_to_last(self, message: Message) -> None:
+        """Joins the content of a message to the last one that is not a system message. System
+        messages after it are joined first, to preserve the order."""
+        added = [message]
         while self._messages[-1].role in SYSTEM_ROLES:
-            texts.insert(0, self._messages.pop().content)
+            added.insert(0, self._messages.pop())
         last = self._messages[-1]
-        self._messages[-1] = replace(last, content=_join((last.content, *texts)))
+        self._messages[-1] = _join_to(last, (last, *added))
 
 
 def _mark_error(message: Message) -> Message:
@@ -214,8 +219,10 @@ def _mark_error(message: Message) -> Message:
     text = message.content or ""
     if not message.is_error or text.lower().startswith("error"):
         return message
-    return replace(message, content=_ERROR_PREFIX + text)
+    return prepend_text(message, _ERROR_PREFIX)
 
 
-def _join(texts: Iterable[str | None]) -> str:
-    return _SEPARATOR.join(text for text in texts if text)
+def _join_to(message: Message, messages: Iterable[Message]) -> Message:
+    """Returns a message with the joined contents of others."""
+    content, images = join_contents(messages, _SEPARATOR)
+    return replace(message, content=content, images=images)

@@ -30,18 +30,20 @@ from app.grammar.constraint import (
     ReasoningTags,
     build_constraint,
 )
+from app.images.plan import ImageProcessor
 from app.text.capabilities import detect_capabilities
 from app.text.chat_template import ChatTemplate
 from app.text.conversation_renderer import ConversationRenderer
+from app.text.edited_text import EditedText
 from app.text.family import ChatFamily, find_family
 from app.text.generated_turns import (
     GeneratedTurns,
     OutputMeaning,
-    RestoredPrompt,
     digest_prompt,
     restore_generated_text,
 )
 from app.text.generic_tool_calls import GenericFamily
+from app.text.image_marks import ImageMarks, KeyedPrompt, PromptImage
 from app.text.message_folding import SYSTEM_ROLES
 from app.text.prompt_boundaries import find_message_ends, render_to_continue
 from app.text.syntax.output_parser import OutputParser
@@ -220,7 +222,9 @@ class RenderedPrompt:
     calls_end_reasoning: bool
     visible_special_ids: frozenset[int]
     digest: bytes = b""
+    digested_length: int = 0
     message_ends: tuple[int, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
     def build_parser(self) -> OutputParser | None:
         """Returns the output parser, or None if the whole output is content."""
@@ -244,9 +248,12 @@ class PromptBuilder:
         tokenizer: Tokenizer,
         generated_turns: GeneratedTurns | None = None,
         turn_ends: Sequence[str] = (),
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         """generated_turns: the generated turns of this model. turn_ends: the texts that end a turn
-        of the model. Raises AppError(MODEL_FILES) if the template is invalid."""
+        of the model. image_processor: None for a model that reads text only. Raises
+        AppError(MODEL_FILES) if the template is invalid."""
+        self._image_processor = image_processor
         self._system_prompt = files.system_prompt
         self._first_messages = tuple(
             Message(role=role, content=content) for role, content in files.first_messages
@@ -264,7 +271,8 @@ class PromptBuilder:
         variants: list[Mapping[str, Any]] = [{}]
         if switch is not None:
             variants = [{switch: True}, {switch: False}]
-        self._capabilities = detect_capabilities(self._template.render, variants)
+        mark = "" if image_processor is None else image_processor.mark
+        self._capabilities = detect_capabilities(self._template.render, variants, image_mark=mark)
 
     @property
     def has_template(self) -> bool:
@@ -286,20 +294,28 @@ class PromptBuilder:
         reasons = self._reasoning_tags is not None
         request = replace(request, reasoning=self._fit_reasoning(request, bool(tools)))
         check_thinking_budget(request.reasoning, supports_reasoning=reasons)
+        messages = self._add_system_prompt(self._add_first_messages(conversation))
+        conversation = replace(conversation, messages=tuple(messages))
+        marks = self._create_marks(request, messages, tools)
+        if marks is not None:
+            messages = marks.messages
         renderer = ConversationRenderer(
             self._template,
             self._capabilities,
             self._family,
-            tools=tools,
-            get_variables=partial(self._get_variables, request),
+            tools=tools if marks is None else marks.tools,
+            get_variables=partial(self._get_variables, request, marks),
             cancel_token=cancel_token,
         )
-        messages = self._add_system_prompt(self._add_first_messages(conversation))
-        conversation = replace(conversation, messages=tuple(messages))
-        rendered = self._render(renderer, conversation)
+        folded = renderer.fold(messages)
+        rendered = self._render(renderer, conversation, folded)
+        keyed = KeyedPrompt(text=EditedText(text=rendered))
+        if marks is not None:
+            keyed = marks.add_keys(rendered, renderer.adapt(folded))
         # if the tools were described in text, calls are in the generic format
         reader = self._family if renderer.offers_tools or not tools else self._generic_family
-        restored = self._restore_turns(request, conversation, rendered, reader, tools)
+        restored = self._restore_turns(request, conversation, keyed.text.text, reader, tools)
+        expanded, images = keyed.expand(restored.text)
         ends: Sequence[int] = ()
         if needs_message_ends:
             before = messages[:-1] if conversation.continue_final else messages
@@ -307,7 +323,7 @@ class PromptBuilder:
         turn = self._begin_answer(request, conversation, restored.text)
         constraint = self._build_constraint(request, tools, turn, reader)
         return RenderedPrompt(
-            text=restored.text,
+            text=expanded.text,
             add_special_tokens=not self._template.includes_special_tokens,
             grammar=constraint.grammar,
             family=constraint.family,
@@ -319,8 +335,27 @@ class PromptBuilder:
             calls_end_reasoning=not constraint.enforces_calls,
             visible_special_ids=frozenset(self._marker_ids.values()),
             digest=digest_prompt(restored.text),
-            message_ends=tuple(map(restored.map_position, ends)),
+            digested_length=len(restored.text),
+            message_ends=tuple(
+                expanded.map_position(restored.map_position(keyed.text.map_position(end)))
+                for end in ends
+            ),
+            images=images,
         )
+
+    def _create_marks(
+        self, request: GenerateRequest, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> ImageMarks | None:
+        """Returns None for a conversation without images. Raises AppError(INVALID) if the model
+        reads text only."""
+        first = next((one for message in messages for one in message.images), None)
+        if first is None:
+            return None
+        if self._image_processor is None:
+            param = first.image.param
+            message = f"{param}: this model reads text only: remove the image"
+            raise AppError(ErrorKind.INVALID, message, param=param)
+        return ImageMarks(self._image_processor, messages, tools, request.chat_template_kwargs)
 
     def _fit_reasoning(self, request: GenerateRequest, tools: bool) -> ReasoningOptions:
         """Adapts the reasoning options to the model. tools: whether the template renders tools."""
@@ -367,7 +402,7 @@ class PromptBuilder:
         rendered: str,
         family: ChatFamily,
         tools: tuple[Tool, ...],
-    ) -> RestoredPrompt:
+    ) -> EditedText:
         """Replaces rendered assistant turns with the text that was generated."""
 
         def parse(prompt: str, output: str) -> OutputMeaning:
@@ -388,8 +423,13 @@ class PromptBuilder:
             parse=parse,
         )
 
-    def _render(self, renderer: ConversationRenderer, conversation: Conversation) -> str:
-        messages = renderer.fold(conversation.messages)
+    def _render(
+        self,
+        renderer: ConversationRenderer,
+        conversation: Conversation,
+        messages: Sequence[Message],
+    ) -> str:
+        """messages: those of the conversation, folded."""
         if not conversation.continue_final:
             return renderer.render(messages)
         return render_to_continue(
@@ -398,7 +438,9 @@ class PromptBuilder:
             param=conversation.param,
         )
 
-    def _get_variables(self, request: GenerateRequest, tools: bool) -> Mapping[str, Any]:
+    def _get_variables(
+        self, request: GenerateRequest, marks: ImageMarks | None, tools: bool
+    ) -> Mapping[str, Any]:
         """Returns the request's variables for the template with or without tools."""
         template = self._template
         template_variables = template.get_variables(tools=tools)
@@ -409,7 +451,8 @@ class PromptBuilder:
             supports_reasoning=self._reasoning_tags is not None,
             supports_none=NONE_EFFORT.search(template.get_source(tools=tools)) is not None,
         )
-        return {**verbosity, **variables, **request.chat_template_kwargs}
+        own = request.chat_template_kwargs if marks is None else marks.variables
+        return {**verbosity, **variables, **own}
 
     def _begin_answer(
         self, request: GenerateRequest, conversation: Conversation, text: str
