@@ -167,6 +167,7 @@ class _RunningServer:
         from app.core.thread_pools import ThreadPools
         from app.http.connection_limits import ConnectionLimiter
         from app.http.uvicorn_server import UvicornServer
+        from app.images.decoder import ImageDecoder
         from app.observability.event_loop_watchdog import EventLoopWatchdog
         from app.runners.tokenizer_check import TokenizerChecker
         from app.serving.model_library import InstalledModels
@@ -178,6 +179,7 @@ class _RunningServer:
         self._usage_file = _create_usage_file(settings, usage)
         limits = RequestLimits(settings, usage)
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)
+        self._image_decoder = ImageDecoder()
         self._library = InstalledModels(self._registry, self._estimate_download)
         self._router = ModelRouter(
             self._registry,
@@ -190,6 +192,7 @@ class _RunningServer:
             limits=limits,
             save_defaults=None if self._config is None else self._config.save_defaults,
             can_reload=self._ranks is None,
+            image_decoder=self._image_decoder,
         )
         observers = (self._tracing, self._terminal)
         app = build_app(
@@ -262,6 +265,7 @@ class _RunningServer:
         reloading.cancel()
         await self._pool.stop()
         await asyncio.gather(loading, reloading, return_exceptions=True)
+        await self._image_decoder.close()
         if self._ranks is not None:
             self._ranks.stop_followers()
         if self._tracing is not None:

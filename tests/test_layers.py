@@ -61,13 +61,17 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     # images of requests: headers, geometry, the process that decodes them
     "app.images": frozenset({"app.core"}),
     "app.images.decoder_main": frozenset({"app.core", "app.images", "app.runners.parent_watch"}),
-    "app.serving.prompt_jobs": frozenset({"app.core", "app.text"}),
+    "app.serving.prompt_jobs": frozenset(
+        {"app.core", "app.images", "app.serving.image_input", "app.text"}
+    ),
     "app.serving.embeddings": frozenset({"app.core", "app.serving.pooling_config", "app.text"}),
     "app.serving.pooling_config": frozenset({"app.core"}),
     "app.serving.generation": frozenset(
         {
             "app.core",
+            "app.images",
             "app.serving.embeddings",
+            "app.serving.image_input",
             "app.serving.prompt_jobs",
             "app.serving.running_choice",
             "app.text",
@@ -78,13 +82,14 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
     ),
-    "app.serving.image_input": frozenset({"app.core"}),
+    "app.serving.image_input": frozenset({"app.core", "app.images"}),
     "app.serving.model_describer": frozenset(
         {"app.core", "app.serving.pooling_config", "app.store", "app.text"}
     ),
     "app.serving.router": frozenset(
         {
             "app.core",
+            "app.images",
             "app.serving.model_describer",
             "app.serving.registry",
             "app.serving.generation",
@@ -149,7 +154,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.images": frozenset(),
     # the only module that imports an image library, in its own process
     "app.images.decoder_main": frozenset({"PIL"}),
-    "app.serving.prompt_jobs": frozenset(),
+    "app.serving.prompt_jobs": frozenset({"msgspec"}),
     "app.serving.embeddings": frozenset(),
     "app.serving.pooling_config": frozenset(),
     "app.serving.generation": frozenset(),

@@ -280,6 +280,18 @@ GROUPS = (
                 other_names="lora lora-modules lora-adapters",
             ),
             make_option(
+                "vision",
+                value_types.boolean(),
+                "load the vision towers of models that have one, so that requests may have images",
+                other_names="mmproj no-mmproj mm-projector limit-mm-per-prompt",
+            ),
+            make_option(
+                "image_tokens",
+                value_types.count(1, unit="tokens"),
+                "maximum number of tokens per image; a larger image is scaled down",
+                other_names="image-max-tokens mm-processor-kwargs max-image-tokens",
+            ),
+            make_option(
                 "kv",
                 value_types.choice(*get_args(KVPrecision)),
                 "precision of the KV cache; auto: that of the checkpoint, so that bfloat16 models "

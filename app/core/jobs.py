@@ -77,6 +77,7 @@ class Capacity:
     can be resumed only at checkpoints. backend: the compute backend; None if unknown. kv_dtype: the
     type of the keys and values in KV caches, such as "bfloat16"; None without attention layers.
     wirable: the maximum number of bytes that the engine wires; 0 if the device cannot wire memory.
+    vision: whether the model computes images.
     """
 
     parallel: int
@@ -89,6 +90,7 @@ class Capacity:
     backend: ComputeBackend | None = None
     kv_dtype: str | None = None
     wirable: int = 0
+    vision: bool = False
 
 
 # empty: no cached sequence begins with the same tokens · diverged: the next tokens differ ·

@@ -175,7 +175,7 @@ class ModelCard:
     may see it. system_fingerprint: a value that changes whenever the output for a given
     seed may change. It depends on the model's files, the package versions and the settings.
     logprobs_limit: the number of alternatives that requests may ask for. parent: the name of the
-    model without its adapter; None without an adapter."""
+    model without its adapter; None without an adapter. vision: whether messages may have images."""
 
     id: str
     created: int
@@ -187,6 +187,7 @@ class ModelCard:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     logprobs_limit: LogprobsLimit = USUAL_LOGPROBS_LIMIT
     parent: str | None = None
+    vision: bool = False
 
 
 class ResolvedModel(Protocol):

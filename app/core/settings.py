@@ -148,6 +148,9 @@ class Settings:
     continues (slots only). memory: the memory budget in bytes for the weights, KV caches, cached
     prefixes and working space of all models; None chooses a value for the device.
 
+    vision: whether the vision towers of models are loaded. image_tokens: the maximum number of
+    tokens per image; a larger image is scaled down.
+
     cache: the prefix cache policy; None uses single for one sequence, else radix. multi_user:
     whether slots are selected for many users rather than for a single user. exact: whether prefill
     chunks are aligned to fixed positions, so that the output is bit-identical with and without
@@ -204,12 +207,14 @@ class Settings:
     memory: int | None = None
     cache: CachePolicy | None = None
     adapters: tuple[AdapterSettings, ...] = ()
+    vision: bool = True
+    image_tokens: int = 4096
     multi_user: bool = False
     exact: bool = False
     prefill_chunk: int | None = None
     keep_awake: bool = False
     watchdog: float = 60.0
-    max_body: int = 10 * MEBIBYTE
+    max_body: int = 32 * MEBIBYTE
     max_connections: int = 1024
     header_timeout: float = 10.0
     body_timeout: float = 60.0

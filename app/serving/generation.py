@@ -36,7 +36,9 @@ from app.core.requests import Embeddings, EmbedRequest, GenerateRequest, estimat
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools
 from app.core.units import pluralize
+from app.images.decoder import ImageDecoder
 from app.serving.embeddings import EmbeddingService
+from app.serving.image_input import reject_all_images, verify_images
 from app.serving.prompt_jobs import JobBuilder, PreparedChoice
 from app.serving.running_choice import RunningChoice
 from app.text.chat_template import build_tokenizer_info
@@ -126,14 +128,17 @@ class Generation:
         engine: Engine,
         settings: Settings,
         workers: ThreadPools | None = None,
+        decoder: ImageDecoder | None = None,
     ) -> None:
-        """workers: the thread pools; None creates new ones. Raises AppError(MODEL_FILES) if the
+        """workers: the thread pools; None creates new ones. decoder: decodes the images of
+        requests; None for a server without images. Raises AppError(MODEL_FILES) if the
         tokenizer, the template or the generation defaults are invalid."""
         self._settings = settings
         self._workers = workers or ThreadPools()
         self._files = files
         self._engine = engine
-        self._job_builder = JobBuilder(files, settings)
+        self._decoder = decoder
+        self._job_builder = JobBuilder(files, settings, decoder)
         self._tokenizer = self._job_builder.tokenizer
         for warning in self._job_builder.list_warnings():
             log.warning("%s", warning)
@@ -155,6 +160,10 @@ class Generation:
         arrived = time.monotonic_ns()
         choices = count_choices(request)
         self._check_num_choices(choices, "prompt" if request.n == 1 else "n")
+        request = self._omit_all_images_without_tower(request)
+        processor = self._job_builder.image_processor
+        if processor is not None and self._decoder is not None:
+            request = await verify_images(request, processor, self._decoder)
         async with AsyncExitStack() as stack:
             slots = stack.enter_context(self._engine.reserve(choices))
             streams: list[Batches[Event]] = []
@@ -256,7 +265,16 @@ class Generation:
     async def render_chat(self, request: GenerateRequest) -> str:
         return (await self._render_chat(request)).text
 
+    def _omit_all_images_without_tower(self, request: GenerateRequest) -> GenerateRequest:
+        """Omits the images if the weights of the loaded model have no vision tower. Raises
+        AppError(INVALID) if one belongs to the user's new question."""
+        capacity = self._engine.status().capacity
+        if capacity is None or capacity.vision:
+            return request
+        return reject_all_images(request, self._files.name, ())
+
     async def _render_chat(self, request: GenerateRequest) -> RenderedPrompt:
+        request = self._omit_all_images_without_tower(request)
         return await self._workers.run_cancellable(
             lambda token: self._job_builder.render_prompt(request, token),
             size=estimate_size(request),
@@ -434,8 +452,7 @@ async def _provide_images(choice: RunningChoice, needed: PixelsNeeded) -> None:
 
 
 def _events_before_output(prepared: PreparedChoice) -> Iterator[Event]:
-    job = prepared.job
     if prepared.return_token_ids:
-        yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=job.prompt_token_ids)
+        yield PromptTokenIds(prompt_index=prepared.prompt_index, token_ids=prepared.prompt_ids)
     if prepared.echo and prepared.echo_logprobs is None:
         yield TextDelta(choice=prepared.choice, text=prepared.echo)

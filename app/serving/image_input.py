@@ -7,13 +7,15 @@ replaced by a text, and the response has a notice: an error would end the conver
 client sends the same turns with every later request.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from app.core.errors import AppError, ErrorKind
-from app.core.images import ContentPart, PlacedImage, join_parts, split_parts
+from app.core.images import ContentPart, Image, PlacedImage, join_parts, split_parts
 from app.core.request_context import omit_image
 from app.core.requests import Conversation, GenerateRequest, Message
+from app.images.decoder import ImageDecoder
+from app.images.plan import ImageProcessor
 
 # the maximum number of images in a request
 MAX_IMAGES = 100
@@ -29,6 +31,40 @@ def iter_images(request: GenerateRequest) -> Iterator[PlacedImage]:
     if isinstance(request.prompt, Conversation):
         for message in request.prompt.messages:
             yield from message.images
+
+
+def get_image(placed: PlacedImage) -> Image:
+    """Returns an image that was sent, or fetched before."""
+    assert isinstance(placed.image, Image), "addresses are fetched before"
+    return placed.image
+
+
+async def verify_images(
+    request: GenerateRequest, processor: ImageProcessor, decoder: ImageDecoder
+) -> GenerateRequest:
+    """Decodes the images that this server has never decoded. Omits those that are broken. Raises
+    AppError(INVALID) if one belongs to the user's new question, and other errors of the decoder."""
+    broken: dict[bytes, AppError] = {}
+    for placed in iter_images(request):
+        image = get_image(placed)
+        try:
+            await decoder.verify(image, processor.plan(image), caller=request.caller)
+        except AppError as error:
+            if error.kind is not ErrorKind.INVALID:
+                raise
+            broken[image.digest] = error
+    if not broken:
+        return request
+    return omit_images(request, lambda placed: _find_error(placed, broken))
+
+
+def _find_error(placed: PlacedImage, broken: Mapping[bytes, AppError]) -> AppError | None:
+    image = get_image(placed)
+    error = broken.get(image.digest)
+    if error is None or error.param == image.param:
+        return error
+    message = error.marked_message.removeprefix(f"{error.param}: ")
+    return AppError(error.kind, f"{image.param}: {message}", param=image.param)
 
 
 def omit_images(request: GenerateRequest, reject: Reject) -> GenerateRequest:

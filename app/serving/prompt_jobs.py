@@ -8,10 +8,13 @@ slow.
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+from msgspec import structs
 
 from app.core.context_shift import resolve_num_keep, truncate_prompt
 from app.core.errors import AppError, ContextExcess, ErrorKind, mark_client_text
-from app.core.images import ImagePixels
+from app.core.images import Image, ImagePixels, ImageSpan, PlacedImage, make_row_id
 from app.core.jobs import ContextLimit, Job
 from app.core.logprobs import DEFAULT_MAX_LOGPROBS, MAX_REQUEST_ALTERNATIVES
 from app.core.model_files import ModelFiles, read_generation_defaults
@@ -27,6 +30,10 @@ from app.core.sampling_params import SamplingParams
 from app.core.settings import Settings
 from app.core.thread_pools import CancelToken
 from app.core.units import pluralize
+from app.images.decoder import ImageDecoder
+from app.images.plan import ImageProcessor
+from app.images.processor import load_image_processor
+from app.serving.image_input import get_image, iter_images, omit_images
 from app.text.generated_turns import GeneratedTurns, TurnRecorder
 from app.text.infill import build_infill_prompt, find_infill_stop_ids
 from app.text.output import ChoiceOutputProcessor, OutputOptions
@@ -54,7 +61,8 @@ class PreparedChoice:
     number of alternatives of each prompt token in the output and beside it; None for no logprobs.
     return_token_ids: whether to return the prompt's token IDs. discard_output: whether max_tokens
     is 0. The job then samples one token, which is the minimum, and the output is discarded.
-    stop_token_ids: the stop tokens of the request, without the model's stop tokens. images: for
+    stop_token_ids: the stop tokens of the request, without the model's stop tokens. prompt_ids: the
+    tokens of the prompt; unlike in the job, the rows of an image are image tokens. images: for
     each key of `Job.images`, a function that decodes the image, or raises AppError."""
 
     choice: int
@@ -68,13 +76,14 @@ class PreparedChoice:
     return_token_ids: bool = False
     discard_output: bool = False
     stop_token_ids: frozenset[int] = frozenset()
+    prompt_ids: tuple[int, ...] = ()
     images: Mapping[bytes, DecodeImage] = field(default_factory=dict[bytes, DecodeImage])
 
     def create_output_processor(self, tokenizer: Tokenizer) -> ChoiceOutputProcessor:
         return ChoiceOutputProcessor(
             tokenizer,
             choice=self.choice,
-            prompt_ids=self.job.prompt_token_ids,
+            prompt_ids=self.prompt_ids,
             options=self.output_options,
             parser=None if self.rendered_prompt is None else self.rendered_prompt.build_parser(),
         )
@@ -84,22 +93,30 @@ class PreparedChoice:
 class _EncodedPrompt:
     """A tokenized prompt. text: the text; None if the request contains only token IDs.
     rendered_prompt: set for a conversation. stop_token_ids: stop tokens in addition to the model's
-    stop tokens. message_ends: see `Job`."""
+    stop tokens. message_ends, images: see `Job`."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
     rendered_prompt: RenderedPrompt | None = None
     stop_token_ids: frozenset[int] = frozenset()
     message_ends: tuple[int, ...] | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 class JobBuilder:
     """Builds the jobs of one model. generated_turns: the model's earlier outputs, for later
     prompts."""
 
-    def __init__(self, files: ModelFiles, settings: Settings) -> None:
-        """Raises AppError(MODEL_FILES) if the tokenizer, the template or the generation defaults
-        are invalid."""
+    def __init__(
+        self, files: ModelFiles, settings: Settings, decoder: ImageDecoder | None = None
+    ) -> None:
+        """decoder: decodes the images of requests; None for a server without images. Raises
+        AppError(MODEL_FILES) if the tokenizer, the template or the generation defaults are
+        invalid."""
+        self._decoder = decoder
+        self.image_processor: ImageProcessor | None = None
+        if settings.vision and decoder is not None:
+            self.image_processor = load_image_processor(files, max_tokens=settings.image_tokens)
         self._context_shift = settings.context_shift
         self.apply(settings)
         self._files = files
@@ -109,7 +126,11 @@ class JobBuilder:
         self.generated_turns = GeneratedTurns()
         turn_ends = [*map(self.tokenizer.token_text, self._stops.ids), *self._stops.strings]
         self._prompt_builder = PromptBuilder(
-            files, self.tokenizer, self.generated_turns, [text for text in turn_ends if text]
+            files,
+            self.tokenizer,
+            self.generated_turns,
+            [text for text in turn_ends if text],
+            self.image_processor,
         )
 
     def list_warnings(self) -> Iterator[str]:
@@ -140,6 +161,7 @@ class JobBuilder:
         """Returns all choices in order. Raises AppError(INVALID) or AppError(CONTEXT_LENGTH), and
         raises WorkCancelled soon after `token` is cancelled."""
         token = token or CancelToken()
+        request = self._omit_unsupported_images(request)
         if not self._context_shift:  # which needs the engine's context length
             context_limit = replace(context_limit, request_context=request.max_context)
         several = isinstance(request.prompt, PromptBatch)
@@ -164,7 +186,7 @@ class JobBuilder:
             choice.job.caller,
             prompt_length=prompt.digested_length,
             prompt_digest=prompt.digest,
-            context_ids=choice.job.prompt_token_ids,
+            context_ids=choice.prompt_ids,
         )
 
     def render_prompt(
@@ -172,8 +194,25 @@ class JobBuilder:
     ) -> RenderedPrompt:
         """Renders the prompt of a request whose prompt is a conversation. Raises AppError(INVALID),
         and raises WorkCancelled soon after `token` is cancelled."""
+        request = self._omit_unsupported_images(request)
         assert isinstance(request.prompt, Conversation)
         return self._prompt_builder.build(request, request.prompt, token)
+
+    def _omit_unsupported_images(self, request: GenerateRequest) -> GenerateRequest:
+        """Omits images of a shape that the model does not support. Raises AppError(INVALID) if one
+        belongs to the user's new question."""
+        processor = self.image_processor
+        if processor is None or next(iter_images(request), None) is None:
+            return request
+
+        def reject(placed: PlacedImage) -> AppError | None:
+            try:
+                processor.plan(get_image(placed))
+            except AppError as error:
+                return error
+            return None
+
+        return omit_images(request, reject)
 
     def _build_choice(
         self,
@@ -183,10 +222,11 @@ class JobBuilder:
         context_limit: ContextLimit,
     ) -> PreparedChoice:
         written = encoded.rendered_prompt
+        job = self._build_job(request, encoded, context_limit)
         return PreparedChoice(
             choice=prompt_index * request.n,
             prompt_index=prompt_index,
-            job=self._build_job(request, encoded, context_limit),
+            job=job,
             output_options=self._build_output_options(request, written),
             rendered_prompt=written,
             echo=self._get_echo_text(encoded) if request.echo else None,
@@ -195,7 +235,20 @@ class JobBuilder:
             return_token_ids=request.return_token_ids,
             discard_output=request.max_tokens == 0,
             stop_token_ids=frozenset(request.stop_token_ids),
+            prompt_ids=encoded.token_ids if encoded.images else job.prompt_token_ids,
+            images=self._list_decoders(request, written),
         )
+
+    def _list_decoders(
+        self, request: GenerateRequest, written: RenderedPrompt | None
+    ) -> dict[bytes, DecodeImage]:
+        decoder = self._decoder
+        if decoder is None or written is None:
+            return {}
+        return {
+            one.key: partial(decoder.decode, one.image, one.plan, caller=request.caller)
+            for one in written.images
+        }
 
     def _get_echo_text(self, encoded: _EncodedPrompt) -> str:
         return self.tokenizer.decode(encoded.token_ids) if encoded.text is None else encoded.text
@@ -258,14 +311,48 @@ class JobBuilder:
             add_special_tokens=written.add_special_tokens,
             positions=written.message_ends,
         )
+        images = self._find_images(request, written, ids)
         if prompt.earlier_ids:
+            length = len(ids)
             ids, ends = self._append_to_earlier(prompt.earlier_ids, ids, context_limit), ()
+            moved = len(ids) - length
+            images = tuple(structs.replace(one, start=one.start + moved) for one in images)
         return _EncodedPrompt(
             token_ids=tuple(ids),
+            images=images,
             text=written.text,
             rendered_prompt=written,
             message_ends=tuple(sorted(set(ends))),
         )
+
+    def _find_images(
+        self, request: GenerateRequest, written: RenderedPrompt, ids: Sequence[int]
+    ) -> tuple[ImageSpan, ...]:
+        """Returns the positions of the images of a rendered prompt. Its text may contain the text
+        of the image token elsewhere as well. Raises AppError(INVALID) for options that cannot be
+        combined with images."""
+        if not written.images:
+            return ()
+        if request.prompt_logprobs is not None:
+            message = "prompt_logprobs is not supported for a prompt with images: leave it out"
+            raise AppError(ErrorKind.INVALID, message, param="prompt_logprobs")
+        token = written.images[0].plan.token
+        id_ = self.tokenizer.added_token_to_id(token)
+        found = [position for position, one in enumerate(ids) if one == id_]
+        if len(found) != written.text.count(token):
+            param = written.images[0].image.param
+            message = f"{param}: the model's tokenizer does not keep the image token {token}"
+            raise AppError(ErrorKind.INVALID, message, param=param)
+        spans: list[ImageSpan] = []
+        first = counted = 0
+        for one in written.images:
+            first += written.text.count(token, counted, one.start)
+            counted = one.start
+            start, last = found[first], found[first + one.plan.num_tokens - 1]
+            spans.append(
+                ImageSpan(key=one.key, start=start, length=last + 1 - start, grid=one.plan.grid)
+            )
+        return tuple(spans)
 
     def _append_to_earlier(
         self, earlier: tuple[int, ...], ids: Sequence[int], context_limit: ContextLimit
@@ -273,15 +360,29 @@ class JobBuilder:
         """Appends a prompt to the token IDs of an earlier conversation."""
         for id_ in (min(earlier), max(earlier)):
             self._check_id(id_, "context", self._files.vocab_size)
+        if self._image_token_id in earlier:
+            message = "context contains an image, which is not stored: use /api/chat instead"
+            raise AppError(ErrorKind.INVALID, message, param="context")
         begun = ids[0] == self.tokenizer.bos_token_id
         return self._check_length([*earlier, *ids[begun:]], "context", context_limit)
+
+    @property
+    def _image_token_id(self) -> int | None:
+        """The ID of the image token, or None."""
+        if self.image_processor is None:
+            return None
+        smallest = Image(data=b"", format="png", width=64, height=64, digest=b"")
+        return self.tokenizer.added_token_to_id(self.image_processor.plan(smallest).token)
 
     def _build_job(
         self, request: GenerateRequest, encoded: _EncodedPrompt, context_limit: ContextLimit
     ) -> Job:
         ids: Sequence[int] = encoded.token_ids
         keep = self._resolve_num_keep(request, ids)
-        if self._context_shift:
+        if encoded.images:
+            self._check_images_fit(ids, context_limit)
+            ids = _number_rows(ids, encoded.images)
+        elif self._context_shift:
             ids = truncate_prompt(ids, context=context_limit.context_length, num_keep=keep)
         sampling = self._resolve_sampling(request)
         grammar = _resolve_grammar(request, encoded.rendered_prompt)
@@ -312,7 +413,20 @@ class JobBuilder:
             adapter=request.adapter,
             # positions are different in a truncated prompt
             message_ends=encoded.message_ends if len(ids) == len(encoded.token_ids) else (),
+            images=encoded.images,
         )
+
+    def _check_images_fit(self, ids: Sequence[int], context_limit: ContextLimit) -> None:
+        """Raises AppError(CONTEXT_LENGTH) for a prompt that would have to be truncated, because an
+        image cannot be divided."""
+        context = context_limit.context_length
+        if len(ids) >= context:
+            raise AppError(
+                ErrorKind.CONTEXT_LENGTH,
+                f"the prompt exceeds the available context size: it has {len(ids)} tokens, "
+                f"{context_limit.explain_too_long(len(ids))}; prompts with images are not cut",
+                excess=ContextExcess(prompt_tokens=len(ids), context_length=context),
+            )
 
     def _resolve_sampling(self, request: GenerateRequest) -> SamplingParams:
         """Merges the defaults with the request's parameters. Raises AppError(INVALID) for IDs that
@@ -482,6 +596,19 @@ class JobBuilder:
                 f"{token} is not a token ID of this model, whose IDs are 0 to {count - 1}",
                 param=param,
             )
+
+
+def _number_rows(ids: Sequence[int], images: Sequence[ImageSpan]) -> list[int]:
+    """Replaces the image tokens of each image by the IDs of its rows."""
+    numbered = list(ids)
+    for image in images:
+        token = ids[image.start]
+        row = 0
+        for position in range(image.start, image.end):
+            if ids[position] == token:
+                numbered[position] = make_row_id(image.key, row)
+                row += 1
+    return numbered
 
 
 def _resolve_grammar(

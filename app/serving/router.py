@@ -33,6 +33,8 @@ from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, 
 from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 from app.core.settings import MAX_DEFAULT_PARALLEL, Settings, needs_new_process
 from app.core.thread_pools import ThreadPools
+from app.images.decoder import ImageDecoder
+from app.images.processor import load_image_processor
 from app.runners.pool import ModelLease, ModelPool
 from app.serving.generation import Generation
 from app.serving.image_input import iter_images, limit_images, reject_all_images
@@ -72,6 +74,8 @@ _ENGINE_SETTINGS = (
     "exact",
     "prefill_chunk",
     "adapters",
+    "vision",
+    "image_tokens",
 )
 
 
@@ -121,7 +125,8 @@ class ModelRouter:
     limits.
     check_tokenizer: raises AppError if the tokenizer must not be used in this process. library: the
     models on disk. save_defaults: writes the defaults of a model to the configuration file; None
-    without a file. can_reload: whether models can be loaded again.
+    without a file. can_reload: whether models can be loaded again. image_decoder: decodes the
+    images of requests; None for a server without images.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class ModelRouter:
         limits: RequestLimits | None = None,
         save_defaults: Callable[[ModelDefaults], None] | None = None,
         can_reload: bool = True,
+        image_decoder: ImageDecoder | None = None,
     ) -> None:
         self._registry = registry
         self.library = library
@@ -149,6 +155,7 @@ class ModelRouter:
         self._changing_defaults = asyncio.Lock()
         self._workers = workers
         self._load_wait = load_wait
+        self._image_decoder = image_decoder
         self._check_tokenizer = check_tokenizer
         self._generations: dict[str, asyncio.Task[Generation]] = {}
         self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
@@ -232,7 +239,7 @@ class ModelRouter:
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         entry = _entry_of(model)
         request = replace(request, adapter=_adapter_of(model))
-        request = await self._fit_images(entry, request)
+        request = self._fit_images(entry, request)
         async with self._lease(entry) as lease:
             if lease.is_waiting:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
@@ -277,30 +284,30 @@ class ModelRouter:
         )
 
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
-        request = await self._fit_images(_entry_of(model), request)
+        request = self._fit_images(_entry_of(model), request)
         return await self._with_generation(
             model, lambda generation: generation.tokenize_chat(request)
         )
 
     async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
-        request = await self._fit_images(_entry_of(model), request)
+        request = self._fit_images(_entry_of(model), request)
         return await self._with_generation(
             model, lambda generation: generation.render_chat(request)
         )
 
-    async def _fit_images(
+    def _fit_images(
         self, entry: RegisteredModel, request: GenerateRequest
     ) -> GenerateRequest:
         """Omits images that the model cannot process. Raises AppError(INVALID) if they belong to
         the user's new question."""
         if next(iter_images(request), None) is None:
             return request
-        if "vision" in (await self._describe(entry)).capabilities:
+        if self._has_vision(entry):
             return limit_images(request)
         instead: list[str] = []
         if any(placed.required for placed in iter_images(request)):
-            details = await self._list_details()
-            instead = [one.name for one in details if "vision" in one.capabilities]
+            entries = self._registry.entries()
+            instead = [one.served.name for one in entries if self._has_vision(one)]
         return reject_all_images(request, entry.served.name, instead)
 
     async def get_token_bytes(self, model: ResolvedModel, ids: Sequence[int]) -> Sequence[bytes]:
@@ -393,13 +400,31 @@ class ModelRouter:
     async def _describe(self, entry: RegisteredModel) -> ModelDetails:
         facts = await self._describer.describe(entry.files, key=entry.served.name)
         context = self._pool.context_length(entry.served)
+        capabilities = facts.capabilities - {"vision"}
+        if self._has_vision(entry):
+            capabilities |= {"vision"}
         return replace(
             facts,
+            capabilities=capabilities,
             name=entry.served.name,
             context_length=context
             or entry.files.resolve_context_length(entry.served.settings.context),
             keep_alive=entry.served.keep_alive,
         )
+
+    def _has_vision(self, entry: RegisteredModel) -> bool:
+        """Returns whether requests for a model may have images. The loaded model is known to have a
+        vision tower; the config of others says so."""
+        settings = entry.served.settings
+        if self._image_decoder is None or not settings.vision:
+            return False
+        capacity = self._pool.get_handle(entry.served).status().capacity
+        if capacity is not None:
+            return capacity.vision
+        try:
+            return load_image_processor(entry.files, max_tokens=settings.image_tokens) is not None
+        except AppError:  # reported by the load
+            return False
 
     async def list_tensors(self, model: ResolvedModel) -> Sequence[TensorDetails]:
         files = _entry_of(model).files
@@ -487,6 +512,7 @@ class ModelRouter:
             aliases=() if adapter else entry.served.aliases,
             own_name=None if adapter else _own_name(entry.served),
             folder=entry.served.folder,
+            vision=self._has_vision(entry),
             defaults=_read_defaults(files),
             logprobs_limit=limit_logprobs(
                 settings.max_logprobs,
@@ -585,7 +611,9 @@ class ModelRouter:
         try:
             files = await self._registry.load_verified_files(served)
             await self._check_tokenizer(files)
-            make = partial(Generation, files, engine, served.settings, self._workers)
+            make = partial(
+                Generation, files, engine, served.settings, self._workers, self._image_decoder
+            )
             return await asyncio.to_thread(make)
         except AppError as error:
             log.error("%s: %s", served.name, error.message)

@@ -60,6 +60,8 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
             (AdapterSettings(name="a", path="/x"), AdapterSettings(name="b-2", path="/y")),
         ),
     ),
+    "vision": (OFF, ON),
+    "image_tokens": (sample("256", "256", 256), sample("1k", '"1k"', 1000)),
     "kv": (sample("float32", '"float32"', "float32"), sample("auto", '"auto"', "auto")),
     "activations": (sample("auto", '"auto"', "auto"), sample("8", "8", 8)),
     "kv_layout": (sample("rows", '"rows"', "rows"), sample("slab", '"slab"', "slab")),

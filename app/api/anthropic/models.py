@@ -82,7 +82,7 @@ def render_model(card: ModelCard) -> JsonObject:
         "retires_at": None,
         "max_input_tokens": card.context_length,
         "max_tokens": card.context_length,
-        "capabilities": None,
+        "capabilities": {"image_input": {"supported": card.vision}},
     }
 
 

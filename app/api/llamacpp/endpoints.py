@@ -224,7 +224,7 @@ class _ServerApi:
                 "total_slots": self._count_slots(state),
                 "model_alias": model.card.id,
                 "model_path": model.card.own_name or model.card.id,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": model.card.vision, "audio": False},
                 "chat_template": info.get("chat_template") or "",
                 "bos_token": info.get("bos_token") or "",
                 "eos_token": info.get("eos_token") or "",

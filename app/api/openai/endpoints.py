@@ -144,6 +144,8 @@ def _render_model(card: ModelCard, state: ModelState, *, admin: bool) -> JsonObj
         "context_length": card.context_length,
         **({"aliases": card.aliases} if card.aliases else {}),
         **({"parent": card.parent} if card.parent is not None else {}),
+        # the name of OpenRouter and of several clients
+        "input_modalities": ["text", "image"] if card.vision else ["text"],
         # vLLM's names
         "max_model_len": card.context_length,
         **({"root": str(card.folder)} if admin and card.folder is not None else {}),
