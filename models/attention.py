@@ -57,6 +57,6 @@ class GroupedQueryAttention(nn.Module):
         values = split_heads(self.v_proj(x), self.kv_heads)
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        queries, keys = self.rope(queries, kv.positions), self.rope(keys, kv.positions)
         seen = kv.attend(queries, keys, values, scale=self.scale, sinks=self.sinks)
         return self.o_proj(merge_heads(seen))

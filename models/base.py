@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, Self, get_type_hints
 import mlx.core as mx
 
 from models.config_check import find_inconsistency, find_invalid_value
+from models.image_inputs import ImageInputs, ImageRules
 from models.kv import LayerCache
 
 # A function that returns some of the positions of hidden states: [B, L, D] -> [B', L', D].
@@ -73,14 +74,20 @@ class Model(Protocol):
     selects_logits: whether `__call__` returns logits, and only those of the selected positions, so
     that a selection saves work on every device.
     kv_dtype: the type of the caches that `make_kv` returns, see `models.kv.set_kv_dtype`.
+    image_rules: how image rows are computed; None if the implementation does not support them.
     """
 
     batch_invariant: ClassVar[bool]
     selects_logits: ClassVar[bool]
     kv_dtype: mx.Dtype | None
+    image_rules: ImageRules | None
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[object],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
         """Appends tokens [B, L] to `kv` and returns select(hidden), where `hidden` are their hidden
         states [B, L, D] after the final norm.
@@ -90,6 +97,8 @@ class Model(Protocol):
         in the same way.
         select: the positions that the caller needs. The last layer computes its MLP only for them.
         If each operation is batch-invariant, this does not change a bit of the result.
+        images: the image rows among the tokens, for a chunk of one sequence, if the model has
+        `image_rules`. The tokens of these rows are 0 (`models.image_inputs.to_model_ids`).
         """
         ...
 

@@ -55,11 +55,12 @@ class _RecurrentRow(Protocol):
 
 
 class BatchKVCache:
-    """The attention caches of a batch. offset: the positions of the rows, [B]."""
+    """The attention caches of a batch. positions: of the new token of each row, [B]; see
+    `models.kv.AttentionCache`."""
 
-    def __init__(self, rows: Sequence[AttentionRow], offsets: mx.array) -> None:
+    def __init__(self, rows: Sequence[AttentionRow], positions: mx.array) -> None:
         self._rows = rows
-        self.offset = offsets
+        self.positions = positions
 
     @property
     def in_place_caches(self) -> Sequence[InPlaceCache]:
@@ -106,17 +107,18 @@ class PackedKVCache:
     """The attention caches of several sequences, each with several new positions. The layer gets
     all positions as rows, so it needs no padding.
 
-    lengths: the number of new positions of each sequence. offset: the position of each row, [T].
+    lengths: the number of new positions of each sequence. positions: of each row, [T]; see
+    `models.kv.AttentionCache`.
     """
 
     in_place_caches: Sequence[InPlaceCache] = ()
 
     def __init__(
-        self, sequences: Sequence[AttentionRow], lengths: Sequence[int], offsets: mx.array
+        self, sequences: Sequence[AttentionRow], lengths: Sequence[int], positions: mx.array
     ) -> None:
         self._sequences = sequences
         self._ranges = list(pairwise(accumulate(lengths, initial=0)))
-        self.offset = offsets
+        self.positions = positions
 
     def attend(
         self,
@@ -145,11 +147,10 @@ class PackedKVCache:
 
 
 class BatchRecurrentCache:
-    """The recurrent states of a batch, each [B, ...]. offset: the positions of the rows, [B]."""
+    """The recurrent states of a batch, each [B, ...]."""
 
-    def __init__(self, rows: Sequence[_RecurrentRow], offsets: mx.array) -> None:
+    def __init__(self, rows: Sequence[_RecurrentRow]) -> None:
         self._rows = rows
-        self.offset = offsets
 
     def __getitem__(self, slot: int) -> mx.array | None:
         states = [row[slot] for row in self._rows]

@@ -6,14 +6,16 @@ Knows: the parameter names of Llama-like checkpoints (`model.embed_tokens`, `mod
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from models import base
 from models.base import SelectPositions, select_all
-from models.kv import KVCache, LayerCache, set_kv_dtype
+from models.image_attention import wrap_caches
+from models.image_inputs import ImageInputs, ImageRules
+from models.kv import KVCache, LayerCache, get_position_delta, set_kv_dtype
 from models.layers import ACTIVATIONS, Activation
 from models.rope import Rope, Scaling, is_proportional, make_rope, rope_settings
 
@@ -100,6 +102,15 @@ class Config(base.Config):
         acts = self.sliding_window < self.max_position_embeddings
         return self.sliding_window if acts else None
 
+    def is_two_way(self, layer: int) -> bool:
+        """Returns whether the rows of an image attend to each other in both directions."""
+        return False
+
+    @property
+    def image_positions(self) -> Literal["ordinary", "mrope"]:
+        """See `models.image_inputs.ImageRules`."""
+        return "ordinary"
+
     def activation(self) -> Activation:
         """Returns the activation of an MLP. Raises ModelError if it is not supported."""
         if self.hidden_act not in ACTIVATIONS:
@@ -138,14 +149,28 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = list(layers)
         self.norm = config.norm()
+        self.two_way_layers = [config.is_two_way(layer) for layer in range(len(self.layers))]
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[object],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
         x = self.embed(tokens)
-        for layer, layer_kv in zip(self.layers[:-1], kv[:-1], strict=True):
+        if images is not None:
+            x, kv = images.insert(x), self.wrap_caches(kv, images)
+        for number, (layer, layer_kv) in enumerate(zip(self.layers[:-1], kv[:-1], strict=True)):
             x = layer(x, layer_kv)
+            if images is not None:
+                x = images.add_deepstack(x, number)
         return self.norm(self.layers[-1](x, kv[-1], select))
+
+    def wrap_caches(self, kv: Sequence[object], images: ImageInputs) -> Sequence[object]:
+        """Returns the caches for the pass of a chunk with image rows."""
+        assert len(images.deepstack) < len(self.layers)
+        return wrap_caches(kv, images, self.two_way_layers[: len(kv)])
 
     @property
     def cached_layers(self) -> Sequence[Block]:
@@ -167,14 +192,21 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = backbone
+        self.image_rules: ImageRules | None = ImageRules(
+            positions=config.image_positions, atomic=any(backbone.two_way_layers)
+        )
         self.kv_dtype: mx.Dtype | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[object],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
-        return self.model(tokens, kv, select)
+        return self.model(tokens, kv, select, images)
 
     def logits(self, hidden: mx.array) -> mx.array:
         if self.config.tie_word_embeddings:
@@ -188,6 +220,9 @@ class CausalLM(nn.Module):
 
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
         if not all(isinstance(layer, KVCache) for layer in kv):
+            return False
+        # if an image is removed, the later positions change by another number than the indexes
+        if get_position_delta(kv):
             return False
         for block, layer in zip(self.model.cached_layers, kv, strict=True):
             cast(KVCache, layer).remove(start, end, block.rerotate)

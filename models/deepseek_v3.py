@@ -122,11 +122,11 @@ class Attention(nn.Module):
         )
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        plain, rotary = mx.split(self._queries(x, kv.offset), [self.nope_dim], axis=-1)
+        plain, rotary = mx.split(self._queries(x, kv.positions), [self.nope_dim], axis=-1)
         latents, keys = mx.split(self.kv_a_proj_with_mqa(x)[:, None], [self.latent_dim], axis=-1)
         latents = self.kv_a_layernorm(latents)
-        rotary, keys = self.rope(rotary, kv.offset), self.rope(keys, kv.offset)
-        if self._prefers_expanded(x.shape[1], kv.offset):
+        rotary, keys = self.rope(rotary, kv.positions), self.rope(keys, kv.positions)
+        if self._prefers_expanded(x.shape[1], kv.positions):
             assert isinstance(kv, LatentCache), "rows of a batch must have one query each"
             seen = self._attend_expanded(plain, rotary, keys, latents, kv)
         else:

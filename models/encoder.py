@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import ModelError, SelectPositions, select_all
+from models.image_inputs import ImageInputs, ImageRules
 from models.kv import LayerCache
 from models.rope import Rope
 from models.sdpa import scaled_dot_product_attention
@@ -45,6 +46,7 @@ class Encoder(nn.Module):
     def __init__(self, num_scores: int = 0) -> None:
         super().__init__()
         self.kv_dtype: mx.Dtype | None = None
+        self.image_rules: ImageRules | None = None
         self.num_scores = num_scores
 
     def encode(
@@ -61,8 +63,13 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[object],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
+        assert images is None
         batch, length = tokens.shape
         hidden = self.encode(tokens.reshape(-1), [length] * batch)
         return select(hidden.reshape(batch, length, -1))

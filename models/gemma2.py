@@ -86,8 +86,8 @@ class Attention(nn.Module):
         self.rope = config.rope(config.layer_type(layer))
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
-        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
+        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.positions)
+        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.positions)
         values = split_heads(self.v_proj(x), self.kv_heads)
         seen = kv.attend(queries, keys, values, scale=self.scale, softcap=self.softcap)
         return self.o_proj(merge_heads(seen))

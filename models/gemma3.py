@@ -1,10 +1,10 @@
 """The text model of Gemma 3 (Gemma Team 2025), in all sizes.
 
-Knows: the differences from Gemma 2. Must not know: devices, types of caches, images.
+Knows: the differences from Gemma 2. Must not know: devices, types of caches, vision towers.
 
 Gemma 3 differs from Gemma 2 in three ways. It normalizes queries and keys instead of soft-capping.
 It has five sliding window layers for each full attention layer. The two types of layers have
-separate rope settings.
+separate rope settings. The rows of an image attend to each other in both directions.
 """
 
 from collections.abc import Mapping
@@ -36,6 +36,9 @@ class Config(gemma2.Config):
     def default_layer_type(self, layer: int) -> str:
         return decoder.SLIDING if (layer + 1) % self.sliding_window_pattern else decoder.FULL
 
+    def is_two_way(self, layer: int) -> bool:
+        return True
+
     def rope(self, layer_type: str | None = None) -> Rope:
         """Returns the rope of a layer type. `rope_parameters` has an object for each
         layer type. The older keys are `rope_theta` and `rope_scaling` for full attention layers,
@@ -66,7 +69,7 @@ class Attention(gemma2.Attention):
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         queries = self.q_norm(split_heads(self.q_proj(x), self.heads))
         keys = self.k_norm(split_heads(self.k_proj(x), self.kv_heads))
-        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        queries, keys = self.rope(queries, kv.positions), self.rope(keys, kv.positions)
         values = split_heads(self.v_proj(x), self.kv_heads)
         seen = kv.attend(queries, keys, values, scale=self.scale, softcap=self.softcap)
         return self.o_proj(merge_heads(seen))

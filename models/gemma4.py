@@ -1,7 +1,7 @@
 """The text model of Gemma 4 (Gemma Team 2026), in all sizes, and of the unified Gemma 4.
 
 Knows: the differences from Gemma 3, the spellings of its config keys, the parameter names. Must not
-know: devices, batches, images, audio.
+know: devices, batches, vision towers, audio.
 
 Differences from Gemma 3:
 
@@ -15,8 +15,8 @@ Differences from Gemma 3:
   on the token and on the layer (per-layer embeddings). In one model, a mixture of experts works
   beside the MLP.
 
-Source: the released checkpoints, and transformers' Gemma4TextConfig for the defaults. A window that
-sees ahead (`use_bidirectional_attention`) concerns images only, unless it is "all".
+Source: the released checkpoints, and transformers' Gemma4TextConfig for the defaults. With
+`use_bidirectional_attention` "vision", layers with a window see ahead within an image.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +32,7 @@ from models import base, decoder
 from models.base import SelectPositions, select_all, select_last
 from models.config_check import find_invalid_value
 from models.experts import Experts, select_top_experts, stack_experts
+from models.image_inputs import ImageInputs
 from models.kv import AttentionCache, KVCache, LayerCache
 from models.layers import (
     ACTIVATIONS,
@@ -144,6 +145,12 @@ class Config(decoder.Config):
             f"config.json's num_kv_shared_layers is {self.num_kv_shared_layers}, but no earlier "
             f"layer has keys for layer {layer} of type {kind}"
         )
+
+    def is_two_way(self, layer: int) -> bool:
+        """Returns whether the rows of an image attend to each other in both directions: in larger
+        models, and only within a window."""
+        sees_ahead = self.use_bidirectional_attention == "vision"
+        return sees_ahead and self.layer_type(layer) == decoder.SLIDING
 
     def layer_head_dim(self, layer: int) -> int:
         usual = self.head_size
@@ -453,11 +460,14 @@ class Backbone(decoder.Backbone):
         tokens: mx.array,
         kv: Sequence[object],
         select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
-        caches = cast(Sequence[AttentionCache], kv)
         x = self.embed(tokens)
+        if images is not None:
+            x, kv = images.insert(x), self.wrap_caches(kv, images)
+        caches = cast(Sequence[AttentionCache], kv)
         inputs = self.embed_per_layer(tokens, x) if self.width else None
-        offset, last = caches[0].offset, len(self.layers) - 1
+        offset, last = caches[0].positions, len(self.layers) - 1
         blocks = cast(Sequence[Block], self.layers)
         for number, (layer, source) in enumerate(zip(blocks, self.sources, strict=True)):
             if number == len(caches) and select is select_last and x.shape[1] > 1:
@@ -473,8 +483,8 @@ class Backbone(decoder.Backbone):
         return x * mx.array(self.scale, x.dtype)
 
     def embed_per_layer(self, tokens: mx.array, x: mx.array) -> mx.array:
-        """Returns the per-layer inputs [B, L, layers, P] of tokens [B, L] with the scaled
-        embeddings x [B, L, D]."""
+        """Returns the per-layer inputs [B, L, layers, P] of tokens [B, L] with the inputs x [B, L,
+        D] of the first layer. The token of an image row is 0, which is the padding token."""
         shape = (*tokens.shape, len(self.layers), self.width)
         scale = mx.array(self.per_layer_scale, x.dtype)
         by_token = self.embed_tokens_per_layer(tokens).reshape(shape) * scale

@@ -42,6 +42,10 @@ STEP = 256
 
 LARGEST_FLOAT16 = 65504.0
 
+# The positions of new tokens: that of the first one, or [B] with one per row, or [3, L] with three
+# per token of a single sequence (models/mrope.py).
+Positions = int | mx.array
+
 
 class LayerCache(LayerKV, Protocol):
     """The part of the interface that the engine uses."""
@@ -65,9 +69,9 @@ class LayerCache(LayerKV, Protocol):
         """Returns the arrays that must be evaluated to evaluate the cache."""
         ...
 
-    def make_batch(self, rows: Sequence[Self], offsets: mx.array) -> object:
+    def make_batch(self, rows: Sequence[Self], positions: mx.array) -> object:
         """Returns the cache for computing one new position of several sequences together. Called on
-        the first row. offsets: the offsets of the rows, [B]."""
+        the first row. positions: those of the new tokens, see `AttentionCache.positions`, [B]."""
         ...
 
 
@@ -75,8 +79,9 @@ class AttentionCache(Protocol):
     """The interface that an attention layer uses, for one sequence or a batch."""
 
     @property
-    def offset(self) -> int | mx.array:
-        """The position of the first new token, or [B] for a batch."""
+    def positions(self) -> Positions:
+        """The positions of the new tokens for rope. They are not the indexes of the tokens after an
+        image with M-RoPE (models/mrope.py)."""
         ...
 
     @property
@@ -120,6 +125,20 @@ def set_kv_dtype(caches: Sequence[LayerCache], dtype: mx.Dtype | None) -> None:
         cache.set_dtype(dtype)
 
 
+def set_position_delta(caches: Sequence[LayerCache], delta: int) -> None:
+    """Sets the position of the next token of a sequence minus its index, for the following passes.
+    It differs from 0 only after an image with M-RoPE (`models.mrope.find_delta`). It is a property
+    of the sequence and not of the cached positions, so copies and slices do not have it."""
+    for cache in caches:
+        if isinstance(cache, KVBuffers):
+            cache.position_delta = delta
+
+
+def get_position_delta(caches: Sequence[LayerCache]) -> int:
+    """Returns the delta of `set_position_delta`, or 0 without attention."""
+    return next((cache.position_delta for cache in caches if isinstance(cache, KVBuffers)), 0)
+
+
 def round_to(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Converts keys or values to the type of a cache, like the kernels. Numbers beyond the range of
     float16 become its largest finite number, because an infinity would make all later attention
@@ -155,7 +174,7 @@ class KVBuffers(ABC):
     supports_in_place: whether the buffers have the layout of the attention kernel, so that the
     kernel may write to them. dtype: see `set_kv_dtype`. windowed: whether the mask may be an array.
     absorbed: whether decode steps compute latent attention (models/mla.py). attention_shapes: see
-    `LayerCache`.
+    `LayerCache`. position_delta: see `set_position_delta`.
     """
 
     supports_in_place = True
@@ -164,10 +183,15 @@ class KVBuffers(ABC):
 
     def __init__(self) -> None:
         self.offset = 0
+        self.position_delta = 0
         self.dtype: mx.Dtype | None = None
         self.attention_shapes: tuple[AttentionShape, ...] = ()
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
+
+    @property
+    def positions(self) -> int:
+        return self.offset + self.position_delta
 
     @abstractmethod
     def mask(self, length: int) -> Mask:
@@ -417,8 +441,8 @@ class KVCache(KVBuffers):
         if moved:
             self.update(keys, values)
 
-    def make_batch(self, rows: Sequence["KVCache"], offsets: mx.array) -> BatchKVCache:
-        return BatchKVCache(rows, offsets)
+    def make_batch(self, rows: Sequence["KVCache"], positions: mx.array) -> BatchKVCache:
+        return BatchKVCache(rows, positions)
 
     def _grow(self, kept: int, keys: mx.array, values: mx.array) -> None:
         """Grows the buffers to hold `offset` positions. The first `kept` positions are copied.

@@ -196,8 +196,8 @@ class SlabKVCache:
 
     def __init__(self, slab: KVSlab, step: SlabStep, separate: Sequence[AttentionRow]) -> None:
         self._slab, self._step = slab, step
-        self._separate = BatchKVCache(separate, step.offsets) if separate else None
-        self.offset = step.offsets
+        self._separate = BatchKVCache(separate, step.positions) if separate else None
+        self.positions = step.positions
 
     def attend(
         self,

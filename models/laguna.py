@@ -116,7 +116,7 @@ class Attention(GroupedQueryAttention):
         queries = self.q_norm(split_heads(self.q_proj(x), self.heads))
         keys = self.k_norm(split_heads(self.k_proj(x), self.kv_heads))
         values = split_heads(self.v_proj(x), self.kv_heads)
-        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        queries, keys = self.rope(queries, kv.positions), self.rope(keys, kv.positions)
         seen = merge_heads(kv.attend(queries, keys, values, scale=self.scale))
         gates = nn.softplus(self.g_proj(x).astype(mx.float32)).astype(seen.dtype)
         gated = mx.unflatten(seen, -1, (-1, self.gated_dims)) * gates[..., None]

@@ -87,7 +87,7 @@ class Attention(nn.Module):
         queries = self.q_layernorm(split_heads(self.q_proj(x), self.heads))
         keys = self.k_layernorm(split_heads(self.k_proj(x), self.kv_heads))
         values = split_heads(self.v_proj(x), self.kv_heads)
-        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        queries, keys = self.rope(queries, kv.positions), self.rope(keys, kv.positions)
         return self.out_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
 
 

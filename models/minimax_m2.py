@@ -68,7 +68,7 @@ class Attention(GroupedQueryAttention):
         queries = split_heads(self.q_norm(self.q_proj(x)), self.heads)
         keys = split_heads(self.k_norm(self.k_proj(x)), self.kv_heads)
         values = split_heads(self.v_proj(x), self.kv_heads)
-        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        queries, keys = self.rope(queries, kv.positions), self.rope(keys, kv.positions)
         return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
 
 

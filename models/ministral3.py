@@ -31,12 +31,12 @@ class Attention(llama.Attention):
         self.beta, self.original_length = read_query_scaling(config)
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
-        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.offset)
-        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.offset)
+        queries = self.rope(split_heads(self.q_proj(x), self.heads), kv.positions)
+        keys = self.rope(split_heads(self.k_proj(x), self.kv_heads), kv.positions)
         values = split_heads(self.v_proj(x), self.kv_heads)
         # this must happen before `attend`, which advances the offset
         scales = compute_query_scales(
-            x.shape[1], kv.offset, beta=self.beta, original_length=self.original_length
+            x.shape[1], kv.positions, beta=self.beta, original_length=self.original_length
         )
         queries = queries * scales.astype(queries.dtype)
         return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))

@@ -40,6 +40,7 @@ from models.base import Model, ModelError, SelectPositions, select_all, select_l
 from models.checkpoint_config import explain_missing_library, num_query_heads
 from models.conv import DepthwiseConv
 from models.experts import ExpertLinear
+from models.image_inputs import ImageInputs, ImageRules
 from models.kv import LayerCache, evaluate_caches
 from models.layers import CenteredNorm
 from models.mlx_lm_cache import (
@@ -252,6 +253,7 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
 
     class MlxLmModel(base):
         kv_dtype: mx.Dtype | None = None
+        image_rules: ImageRules | None = None
         # positions are selected before the output layer, whatever the device is
         selects_logits: ClassVar[bool] = True
         _traits: Sequence[AttentionTrait] | None = None
@@ -267,10 +269,15 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
             return self._has_invariant_steps() and not _has_variant_operations(outputs, kv)
 
         def __call__(
-            self, tokens: mx.array, kv: Sequence[Any], select: SelectPositions = select_all
+            self,
+            tokens: mx.array,
+            kv: Sequence[Any],
+            select: SelectPositions = select_all,
+            images: ImageInputs | None = None,
         ) -> mx.array:
             """Returns the logits [B, L, V] of tokens [B, L]. They are lazy. `logits` returns its
             input."""
+            assert images is None
             self._find_trial()
             if not isinstance(kv[0], MlxLmBatch):
                 return _forward_in_parts(self._forward, tokens, kv, select)

@@ -155,8 +155,8 @@ class MlxLmKVCache(_MlxLmKVMixin, KVCache):
     def slice(self, start: int, end: int) -> Self:
         return super().slice(start, end)._adopt(self)
 
-    def make_batch(self, rows: Sequence[Any], offsets: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return MlxLmBatchKV(rows, offsets)
+    def make_batch(self, rows: Sequence[Any], positions: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return MlxLmBatchKV(rows, positions)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._keys is not None
@@ -178,8 +178,8 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
             return None if length == 1 else "causal"  # `attend` makes the mask
         return self.mask(length)
 
-    def make_batch(self, rows: Sequence[Any], offsets: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return MlxLmBatchKV(rows, offsets)
+    def make_batch(self, rows: Sequence[Any], positions: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return MlxLmBatchKV(rows, positions)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._keys is not None
@@ -308,8 +308,8 @@ class MlxLmLayerCache:
     def state(self) -> list[mx.array]:
         return [array for part in self.caches for array in part.state()]
 
-    def make_batch(self, rows: Sequence["MlxLmLayerCache"], offsets: mx.array) -> "MlxLmBatch":
-        return MlxLmBatch(rows, offsets)
+    def make_batch(self, rows: Sequence["MlxLmLayerCache"], positions: mx.array) -> "MlxLmBatch":
+        return MlxLmBatch(rows, positions)
 
     def to_mlx_lm(self, library: Any) -> Any:
         """Returns the cache that the mlx-lm layer gets for one step."""

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         queries = normalize_rms(split_heads(self.q_proj(x), self.heads), self.eps)
         keys = normalize_rms(split_heads(self.k_proj(x), self.kv_heads), self.eps)
         values = split_heads(self.v_proj(x), self.kv_heads)
-        queries, keys = self.rope(queries, kv.offset), self.rope(keys, kv.offset)
+        queries, keys = self.rope(queries, kv.positions), self.rope(keys, kv.positions)
         seen = merge_heads(kv.attend(queries, keys, values, scale=self.scale))
         return self.o_proj(seen * mx.sigmoid(self.gate_proj(x)))
 

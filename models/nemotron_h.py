@@ -24,6 +24,7 @@ from models.attention import GroupedQueryAttention
 from models.base import ModelError, SelectPositions, select_all
 from models.conv import channels_last
 from models.experts import ExpertLinear, GroupedTopKMoE, move_router_bias, stack_experts
+from models.image_inputs import ImageInputs
 from models.kv import KVCache, LayerCache
 from models.layers import apply_glu
 from models.mamba2 import Mamba2Config, Mamba2Half, Mamba2Mixer, read_step_limits
@@ -251,9 +252,15 @@ class Backbone(decoder.Backbone):
         return [layer for layer in self.layers if layer.is_cached]
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[object],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
         x = self.embed(tokens)
+        if images is not None:
+            x = images.insert(x)
         last = self.cached_layers[-1]
         caches = iter(kv)
         for layer in self.layers:

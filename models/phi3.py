@@ -59,8 +59,8 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         queries, keys, values = mx.split(self.qkv_proj(x), self.split_points, axis=-1)
-        queries = self.rope(split_heads(queries, self.heads), kv.offset)
-        keys = self.rope(split_heads(keys, self.kv_heads), kv.offset)
+        queries = self.rope(split_heads(queries, self.heads), kv.positions)
+        keys = self.rope(split_heads(keys, self.kv_heads), kv.positions)
         values = split_heads(values, self.kv_heads)
         return self.o_proj(merge_heads(kv.attend(queries, keys, values, scale=self.scale)))
 

@@ -1,19 +1,24 @@
 """Qwen3.5 (Qwen team 2026) is a Qwen3-Next with separate projections in its delta nets.
 
-Knows: the names of the projections. Must not know: how a delta net is computed, images.
+Knows: the names of the projections, the axes of M-RoPE. Must not know: how a delta net is computed,
+vision towers.
 
 The model is dense, or has experts in all layers (qwen3_5_moe). Published models are multimodal.
-Text uses ordinary positions, because `mrope_section` affects only the positions of images.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from models import base, qwen3_next
+from models.qwen3_vl import interleave_axes
+from models.rope import Scaling
+
+# mrope_section, if config.json does not have it, as in transformers' Qwen3_5TextConfig
+_DEFAULT_SECTION = (11, 11, 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +26,15 @@ class Config(qwen3_next.Config):
     norm_topk_prob: bool = True
     attn_output_gate: bool = True
     output_gate_type: str = "swish"
+
+    @property
+    def image_positions(self) -> Literal["mrope"]:
+        return "mrope"
+
+    def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
+        # `super()` without arguments fails here, because `slots=True` creates a new class
+        theta, scaling = qwen3_next.Config.rope_settings(self, layer_type)
+        return theta, interleave_axes(scaling, _DEFAULT_SECTION)
 
     def is_sparse(self, layer: int) -> bool:
         return self.num_experts > 0

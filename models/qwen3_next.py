@@ -109,8 +109,8 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, kv: AttentionCache) -> mx.array:
         queries, gates = mx.split(split_heads(self.q_proj(x), self.heads), 2, axis=-1)
-        queries = self.rope(self.q_norm(queries), kv.offset)
-        keys = self.rope(self.k_norm(split_heads(self.k_proj(x), self.kv_heads)), kv.offset)
+        queries = self.rope(self.q_norm(queries), kv.positions)
+        keys = self.rope(self.k_norm(split_heads(self.k_proj(x), self.kv_heads)), kv.positions)
         values = split_heads(self.v_proj(x), self.kv_heads)
         outputs = kv.attend(queries, keys, values, scale=self.scale)
         return self.o_proj(merge_heads(outputs * mx.sigmoid(gates)))

@@ -76,9 +76,9 @@ class RecurrentCache:
         raise AssertionError("a recurrent state cannot be appended to")
 
     def make_batch(
-        self, rows: Sequence["RecurrentCache"], offsets: mx.array
+        self, rows: Sequence["RecurrentCache"], positions: mx.array
     ) -> BatchRecurrentCache:
-        return BatchRecurrentCache(rows, offsets)
+        return BatchRecurrentCache(rows)
 
     def copy(self) -> "RecurrentCache":
         twin = RecurrentCache(len(self._slots))

@@ -17,6 +17,8 @@ import mlx.core as mx
 
 from models import kernels
 from models.base import ModelError
+from models.kv import Positions
+from models.mrope import assign_axes
 
 Scaling = Mapping[str, Any]
 
@@ -28,18 +30,20 @@ class Rope:
     as in the paper.
 
     periods: [dims / 2], positions per radian, 1 / inv_freq. magnitude: the factor of cosine and
-    sine in yarn and longrope.
+    sine in yarn and longrope. axes: the axis of each period, [dims / 2], for M-RoPE.
     """
 
     dims: int
     periods: mx.array
     magnitude: float = 1.0
     traditional: bool = False
+    axes: mx.array | None = None
 
-    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        """Rotates x [B, H, L, D]. offset: the position of the first element of L, or [B] with one
-        position per row."""
-        return self._rotate(x, offset, self.magnitude)
+    def __call__(self, x: mx.array, positions: Positions) -> mx.array:
+        """Rotates x [B, H, L, D]. positions: see `models.kv.Positions`."""
+        if isinstance(positions, mx.array) and positions.ndim == 2:
+            return self._rotate_by_axis(x, positions)
+        return self._rotate(x, positions, self.magnitude)
 
     def rerotate(self, x: mx.array, positions: int) -> mx.array:
         """Rotates x [B, H, L, D], which is already rotated, as if each position were higher by
@@ -47,6 +51,19 @@ class Rope:
         # each position becomes a separate sequence that begins at `positions`
         each = x.reshape(-1, 1, 1, x.shape[-1])
         return self._rotate(each, positions, 1.0).reshape(x.shape)
+
+    def _rotate_by_axis(self, x: mx.array, positions: mx.array) -> mx.array:
+        """Rotates x [1, H, L, D] with the positions [3, L]. Each axis rotates all dimensions like
+        ordinary rope, so equal positions on all axes give the same bits as one position."""
+        assert self.axes is not None, "this rope has one axis"
+        each = x.transpose(2, 1, 0, 3)
+        time, *others = (self._rotate(each, axis, self.magnitude) for axis in positions)
+        pairs = [self.axes[:, None]] * 2
+        axes = mx.concatenate(pairs, axis=1 if self.traditional else 0).reshape(-1)
+        axes = mx.pad(axes, (0, x.shape[-1] - self.dims))
+        for number, rotated in enumerate(others, start=1):
+            time = mx.where(axes == number, rotated, time)
+        return time.transpose(2, 1, 0, 3)
 
     def _rotate(self, x: mx.array, offset: int | mx.array, magnitude: float) -> mx.array:
         ops = kernels.ops(x)
@@ -78,7 +95,7 @@ class Rope:
 class NoRope:
     """Replaces `Rope` in layers without rotary positions (Kazemnejad et al. 2023)."""
 
-    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+    def __call__(self, x: mx.array, positions: Positions) -> mx.array:
         return x
 
     def rerotate(self, x: mx.array, positions: int) -> mx.array:
@@ -114,11 +131,20 @@ def make_rope(
         # only proportional rope has dimensions that are not rotated
         still = math.inf if kind == "proportional" else None
         periods = mx.array([still if still and not f else 1.0 / f for f in inverse])
+        axes = _read_axes(scaling, len(inverse))
     except KeyError as missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing}") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"rope scaling {kind!r} is invalid: {error}") from error
-    return Rope(dims=dims, periods=periods, magnitude=magnitude, traditional=traditional)
+    return Rope(dims=dims, periods=periods, magnitude=magnitude, traditional=traditional, axes=axes)
+
+
+def _read_axes(scaling: Scaling, frequencies: int) -> mx.array | None:
+    section = scaling.get("mrope_section")
+    if section is None:
+        return None
+    interleaved = bool(scaling.get("mrope_interleaved"))
+    return mx.array(assign_axes(section, frequencies, interleaved=interleaved))
 
 
 def is_proportional(scaling: Scaling | None) -> bool:
@@ -274,7 +300,6 @@ _ROPE_TYPES: Mapping[
     str, Callable[[InverseFrequencies, int, float, int, Scaling], ScaledFrequencies]
 ] = {
     "default": _default,
-    # image patches have three positions; for text, all three are equal
     "mrope": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -135,8 +135,8 @@ class RotatingKVCache(KVBuffers):
     def append(self, other: "RotatingKVCache", start: int, end: int) -> NoReturn:
         raise AssertionError("a windowed cache cannot be appended to")
 
-    def make_batch(self, rows: Sequence["RotatingKVCache"], offsets: mx.array) -> BatchKVCache:
-        return BatchKVCache(rows, offsets)
+    def make_batch(self, rows: Sequence["RotatingKVCache"], positions: mx.array) -> BatchKVCache:
+        return BatchKVCache(rows, positions)
 
     def _allocate_one(self, keys: mx.array, values: mx.array) -> int:
         """Returns the slot of one more position."""

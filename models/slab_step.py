@@ -17,18 +17,20 @@ from models.kv import LayerCache
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabRow:
     """A row of a decode step. slot: None if the row keeps its separate caches, because its length
-    is too different. offset: the number of positions before the new one."""
+    is too different. offset: the number of positions before the new one. position_delta: see
+    `models.kv.set_position_delta`."""
 
     key: Hashable
     slot: int | None
     offset: int
+    position_delta: int = 0
 
 
 class SlabStep:
     """The rows of a decode step, and the arrays that all layers share.
 
     rows: the rows in a slot come first, in the order of their slots.
-    offsets: see `SlabRow`, [B].
+    positions: see `models.kv.AttentionCache`, [B].
     num_placed: the number of rows in a slot.
     span: the number of slots that attention covers, up to the last one in use.
     longest: the number of positions of the longest row in a slot, including the new one.
@@ -36,7 +38,7 @@ class SlabStep:
 
     def __init__(self, rows: Sequence[SlabRow]) -> None:
         self.rows = rows
-        self.offsets = mx.array([row.offset for row in rows])
+        self.positions = mx.array([row.offset + row.position_delta for row in rows])
         self._places = [(row.slot, row.offset) for row in rows if row.slot is not None]
         slots = [slot for slot, _ in self._places]
         assert slots == sorted(set(slots)), "the rows are not in the order of their slots"

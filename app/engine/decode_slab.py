@@ -22,7 +22,7 @@ import mlx.core as mx
 from app.engine.kv_layout import SlabPolicy, choose_slab_rows, count_slots
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
-from models.kv import LayerCache, round_up_to_step
+from models.kv import LayerCache, get_position_delta, round_up_to_step
 from models.slab_step import LayerSlab, SlabRow, SlabStep
 from models.slabs import (
     create_slab,
@@ -132,7 +132,9 @@ class DecodeSlab:
         step = SlabStep([self._row(sequence) for sequence in sequences])
         layers: Ids[tuple[LayerCache, ...]] = list(zip(*(s.kv for s in sequences), strict=True))
         return [
-            rows[0].make_batch(rows, step.offsets) if slab is None else slab.make_batch(step, rows)
+            rows[0].make_batch(rows, step.positions)
+            if slab is None
+            else slab.make_batch(step, rows)
             for slab, rows in zip(self._slabs.layers, layers, strict=True)
         ]
 
@@ -247,7 +249,10 @@ class DecodeSlab:
 
     def _row(self, sequence: Sequence) -> SlabRow:
         return SlabRow(
-            key=sequence, slot=self._slots[sequence], offset=sequence.num_computed_tokens
+            key=sequence,
+            slot=self._slots[sequence],
+            offset=sequence.num_computed_tokens,
+            position_delta=get_position_delta(sequence.kv),
         )
 
     def _row_order(self, sequence: Sequence) -> tuple[bool, int]:

@@ -27,7 +27,7 @@ from app.engine.sequence import Sequence
 from models.base import Model, SelectPositions, select_all, select_last
 from models.batch_cache import PackedKVCache
 from models.cpu_layout import is_batch_invariant
-from models.kv import KVBuffers, LayerCache
+from models.kv import KVBuffers, LayerCache, get_position_delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,11 +220,14 @@ class ModelRunner:
         starts = [s.num_computed_tokens for s in sequences]
         places = [range(a, a + count) for a, count in zip(starts, counts, strict=True)]
         ids = [s.ids[i] for s, place in zip(sequences, places, strict=True) for i in place]
-        offsets = mx.array([i for place in places for i in place])
+        deltas = [get_position_delta(s.kv) for s in sequences]
+        positions = mx.array(
+            [i + delta for place, delta in zip(places, deltas, strict=True) for i in place]
+        )
         layers = cast(
             Ids[tuple[KVBuffers, ...]], list(zip(*(s.kv for s in sequences), strict=True))
         )
-        kv = [PackedKVCache(layer, counts, offsets) for layer in layers]
+        kv = [PackedKVCache(layer, counts, positions) for layer in layers]
         last = zip(parts, accumulate(counts), strict=True)
         done = [(s, end - 1) for (s, count), end in last if s.num_uncomputed_tokens == count]
         rows = mx.array([row for _, row in done], dtype=mx.int32)
@@ -359,11 +362,11 @@ def _batched_kv(sequences: Ids[Sequence]) -> Ids[object]:
     """Batches the caches of the sequences, layer by layer."""
     if len(sequences) == 1:
         return sequences[0].kv
-    offsets = mx.array([sequence.num_computed_tokens for sequence in sequences])
+    positions = mx.array([s.num_computed_tokens + get_position_delta(s.kv) for s in sequences])
     layers: Ids[tuple[LayerCache, ...]] = list(
         zip(*(sequence.kv for sequence in sequences), strict=True)
     )
-    return [layer[0].make_batch(layer, offsets) for layer in layers]
+    return [layer[0].make_batch(layer, positions) for layer in layers]
 
 
 def _logprob_arrays(sampled: SamplerOutput) -> tuple[mx.array | None, ...]:

@@ -263,6 +263,7 @@ class AttentionBlock:
     def __call__(
         self,
         x: mx.array,
+        rope_deltas: list[int],
         keys: list[mx.array],
         values: list[mx.array],
         slots: list[int],
@@ -271,12 +272,14 @@ class AttentionBlock:
         first_positions: list[int],
         window: int,
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """x: [B, 1, hidden]. The other parameters and the result are the same as for `attend`. The
-        slot mapping determines the position for the rotation."""
+        """x: [B, 1, hidden]. rope_deltas: for each sequence, the position for the rotation minus
+        the one in the slot mapping. The other parameters and the result are the same as for
+        `attend`."""
 
     def attend_shared(
         self,
         x: mx.array,
+        rope_deltas: list[int],
         keys: list[mx.array],
         values: list[mx.array],
         lengths: list[int],
@@ -284,8 +287,8 @@ class AttentionBlock:
         first_positions: list[int],
         window: int,
     ) -> mx.array:
-        """Uses the keys and values of another layer. x: [B, 1, hidden]. The other parameters are
-        the same as for the function `attend_shared`."""
+        """Uses the keys and values of another layer. x: [B, 1, hidden]. rope_deltas: see
+        `__call__`. The other parameters are the same as for the function `attend_shared`."""
 
 class MlpBlock:
     """Computes (x + post_norm(down(activation(gate(h)) * up(h)))) * scale with h = rms_norm(x). The

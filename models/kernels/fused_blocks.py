@@ -93,9 +93,10 @@ def fuse_attention(block: DescribedBlock, ops: Any) -> Residual | None:
         if length > 1 or rows > MAX_FUSED_ROWS or rows != len(caches) or x.dtype != mx.float32:
             original = _dereference(block_ref)
             return type(original).attention_residual(original, x, kv, *rest)
+        deltas = [cache.position_delta for cache in caches]
         if is_shared:
-            return read_in_place(caches, partial(fused().attend_shared, x))
-        return write_in_place(caches, new_keys, new_values, partial(fused(), x))
+            return read_in_place(caches, partial(fused().attend_shared, x, deltas))
+        return write_in_place(caches, new_keys, new_values, partial(fused(), x, deltas))
 
     return attention_residual
 

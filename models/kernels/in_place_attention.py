@@ -35,6 +35,9 @@ class SlotMapping:
 class InPlaceCache(Protocol):
     """A cache whose buffers can be written in place. See `models.kv.KVBuffers`."""
 
+    position_delta: int
+    """See `models.kv.set_position_delta`."""
+
     @property
     def supports_in_place(self) -> bool: ...
 

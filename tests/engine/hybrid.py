@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from models.base import SelectPositions, select_all
 from models.cpu_layout import apply_cpu_layout
+from models.image_inputs import ImageInputs, ImageRules
 from models.kv import KVCache, LayerCache, set_kv_dtype
 from models.recurrent import RecurrentCache
 from models.rope import make_rope
@@ -33,7 +34,7 @@ class Attend(nn.Module):
             part.reshape(batch, length, HEADS, -1).transpose(0, 2, 1, 3)
             for part in mx.split(self.qkv(x), 3, axis=-1)
         )
-        q, k = self._rope(q, kv.offset), self._rope(k, kv.offset)
+        q, k = self._rope(q, kv.positions), self._rope(k, kv.positions)
         out = kv.attend(q, k, v, scale=(WIDTH // HEADS) ** -0.5)
         return out.transpose(0, 2, 1, 3).reshape(batch, length, -1)
 
@@ -65,6 +66,7 @@ class Model(nn.Module):
         super().__init__()
         self.kinds = kinds
         self.kv_dtype: mx.Dtype | None = None
+        self.image_rules: ImageRules | None = ImageRules()
         self.embed = nn.Embedding(tiny.VOCAB, WIDTH)
         self.layers = [Recur() if kind == "r" else Attend() for kind in kinds]
         self.head = nn.Linear(WIDTH, tiny.VOCAB, bias=False)
@@ -74,9 +76,15 @@ class Model(nn.Module):
         mx.eval(self.parameters())
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[object], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[object],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
         x = self.embed(tokens)
+        if images is not None:
+            x = images.insert(x)
         for layer, layer_kv in zip(cast(list[Any], self.layers), kv, strict=True):
             x = x + layer(mx.fast.rms_norm(x, None, 1e-5), layer_kv)
         return mx.fast.rms_norm(select(x), None, 1e-5)

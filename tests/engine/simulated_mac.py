@@ -28,6 +28,7 @@ from app.engine.memory_profile import MemoryProfile
 from app.engine.policy import SchedulerLimits
 from app.engine.prefix.radix import RadixPrefixCache
 from models.base import SelectPositions, select_all
+from models.image_inputs import ImageInputs
 from models.kv import round_up_to_step
 from tests import tiny
 
@@ -234,8 +235,13 @@ class SimulatedModel(nn.Module):
         self._num_layers = layers
 
     def __call__(
-        self, tokens: mx.array, kv: Sequence[Any], select: SelectPositions = select_all
+        self,
+        tokens: mx.array,
+        kv: Sequence[Any],
+        select: SelectPositions = select_all,
+        images: ImageInputs | None = None,
     ) -> mx.array:
+        assert images is None
         for layer in kv:
             layer.advance(tokens.shape[1])
         return select(mx.zeros((*tokens.shape, 1)))

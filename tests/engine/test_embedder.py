@@ -123,16 +123,18 @@ class RecordingModel:
 
     def __init__(self, model: Model) -> None:
         self._model: Any = model
-        self.kv_dtype = model.kv_dtype
+        self.kv_dtype, self.image_rules = model.kv_dtype, model.image_rules
         self.shapes: list[tuple[int, ...]] = []
         self.logits, self.make_kv, self.shift = model.logits, model.make_kv, model.shift
         self.fails: Callable[[mx.array], bool] = lambda tokens: False
 
-    def __call__(self, tokens: mx.array, kv: Any, select: SelectPositions = select_all) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, kv: Any, select: SelectPositions = select_all, images: Any = None
+    ) -> mx.array:
         self.shapes.append(tokens.shape)
         if self.fails(tokens):
             raise RuntimeError("planted")
-        return self._model(tokens, kv, select)
+        return self._model(tokens, kv, select, images)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         return weights

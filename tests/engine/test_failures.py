@@ -37,10 +37,10 @@ class Broken(hybrid.Model):
     """Fails in the middle of a forward pass, after some layers were written, when any row contains
     the poison."""
 
-    def __call__(self, tokens: Any, kv: Any, select: Any = select_all) -> Any:
+    def __call__(self, tokens: Any, kv: Any, select: Any = select_all, images: Any = None) -> Any:
         if any(POISON in row for row in tokens.tolist()):
             super().__call__(tokens, [*kv[:1], *(_Failing() for _ in kv[1:])])
-        return super().__call__(tokens, kv, select)
+        return super().__call__(tokens, kv, select, images)
 
 
 class _Failing:
@@ -53,9 +53,9 @@ class _Failing:
 class Unsound(hybrid.Model):
     """Logits are NaN for a row whose last id is the poison."""
 
-    def __call__(self, tokens: Any, kv: Any, select: Any = select_all) -> Any:
+    def __call__(self, tokens: Any, kv: Any, select: Any = select_all, images: Any = None) -> Any:
         bad = mx.any(tokens == POISON, axis=1)[:, None, None]
-        return select(mx.where(bad, mx.nan, super().__call__(tokens, kv)))
+        return select(mx.where(bad, mx.nan, super().__call__(tokens, kv, images=images)))
 
 
 def poison_job(name: str) -> Any:

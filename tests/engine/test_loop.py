@@ -235,10 +235,10 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 class Broken(hybrid.Model):
     """Fails when it meets id 13."""
 
-    def __call__(self, tokens: Any, kv: Any, select: Any = select_all) -> Any:
+    def __call__(self, tokens: Any, kv: Any, select: Any = select_all, images: Any = None) -> Any:
         if any(13 in row for row in tokens.tolist()):
             raise RuntimeError("planted")
-        return super().__call__(tokens, kv, select)
+        return super().__call__(tokens, kv, select, images)
 
 
 def test_a_failing_step_ends_its_job_and_the_engine_continues() -> None:

@@ -77,8 +77,9 @@ class HeadTransform {
     for (std::size_t b = 0; b < buffers.size(); b++) {
       const SlotMapping& slots = buffers[b].slots;
       const std::int64_t row = static_cast<std::int64_t>(b) * stride_;
-      kernels().rope_angles(static_cast<float>(slots.first_position + slots.length - 1),
-                            rope->periods.data<float>(), half, cos_ + row, sin_ + row);
+      const int position = slots.first_position + slots.length - 1 + slots.rope_delta;
+      kernels().rope_angles(static_cast<float>(position), rope->periods.data<float>(), half,
+                            cos_ + row, sin_ + row);
     }
   }
 
@@ -249,7 +250,10 @@ void check_inputs(const AttentionWeights& weights, const mx::array& x,
   const KVShape shape{weights.kv_heads, weights.key_dim(), weights.value_dim()};
   for (std::size_t b = 0; b < count; b++) {
     check_slots(slot_mappings[b], new_positions, keys[b], values[b], shape);
-    require(slot_mappings[b].length > 0, "a query must have a position");
+    const SlotMapping& slots = slot_mappings[b];
+    require(slots.length > 0, "a query must have a position");
+    require(static_cast<std::int64_t>(slots.first_position) + slots.length + slots.rope_delta > 0,
+            "a position for rope must not be negative");
   }
 }
 

@@ -22,9 +22,10 @@ struct AttentionParams {
 // The slots of one sequence's positions in its buffer, after the new positions are written. There
 // are `length` positions. The oldest one has the absolute position `first_position` and is in slot
 // `head_slot`. After the last slot, positions continue in slot 0. The new positions are the last
-// ones and begin in slot `write_slot`.
+// ones and begin in slot `write_slot`. rope_delta: the position of the newest one for rope, minus its
+// absolute position.
 struct SlotMapping {
-  int write_slot, length, head_slot, first_position;
+  int write_slot, length, head_slot, first_position, rope_delta = 0;
 };
 
 // The shape of a position's keys and values.

@@ -88,6 +88,15 @@ std::vector<SlotMapping> make_slot_mappings(const Ints& slots, const Ints& lengt
   return slot_mappings;
 }
 
+std::vector<SlotMapping> add_rope_deltas(std::vector<SlotMapping> slot_mappings,
+                                         const Ints& rope_deltas) {
+  if (rope_deltas.size() != slot_mappings.size())
+    throw std::invalid_argument("each sequence needs a rope delta");
+  for (std::size_t b = 0; b < rope_deltas.size(); b++)
+    slot_mappings[b].rope_delta = rope_deltas[b];
+  return slot_mappings;
+}
+
 void bind_attention(nb::module_& m) {
   m.def("max_rows_per_task", &max_rows_per_task, "keys"_a,
         "The most queries whose scores a thread stores at the same time.");
@@ -172,25 +181,29 @@ void bind_blocks(nb::module_& m) {
           "traditional"_a = false, "magnitude"_a = 1.0f, "sinks"_a = nb::none())
       .def(
           "__call__",
-          [](AttentionBlock& self, const mx::array& x, const std::vector<mx::array>& keys,
-             const std::vector<mx::array>& values, const Ints& slots, const Ints& lengths,
-             const Ints& head_slots, const Ints& first_positions, int window) {
-            return self(x, keys, values,
-                        make_slot_mappings(slots, lengths, head_slots, first_positions), window);
+          [](AttentionBlock& self, const mx::array& x, const Ints& rope_deltas,
+             const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
+             const Ints& slots, const Ints& lengths, const Ints& head_slots,
+             const Ints& first_positions, int window) {
+            std::vector<SlotMapping> slot_mappings =
+                make_slot_mappings(slots, lengths, head_slots, first_positions);
+            return self(x, keys, values, add_rope_deltas(std::move(slot_mappings), rope_deltas),
+                        window);
           },
-          "x"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "head_slots"_a,
+          "x"_a, "rope_deltas"_a, "keys"_a, "values"_a, "slots"_a, "lengths"_a, "head_slots"_a,
           "first_positions"_a, "window"_a)
       .def(
           "attend_shared",
-          [](AttentionBlock& self, const mx::array& x, const std::vector<mx::array>& keys,
-             const std::vector<mx::array>& values, const Ints& lengths, const Ints& head_slots,
-             const Ints& first_positions, int window) {
+          [](AttentionBlock& self, const mx::array& x, const Ints& rope_deltas,
+             const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
+             const Ints& lengths, const Ints& head_slots, const Ints& first_positions, int window) {
             const Ints slots(lengths.size());  // nothing is written
+            std::vector<SlotMapping> slot_mappings =
+                make_slot_mappings(slots, lengths, head_slots, first_positions);
             return self.attend_shared(
-                x, keys, values, make_slot_mappings(slots, lengths, head_slots, first_positions),
-                window);
+                x, keys, values, add_rope_deltas(std::move(slot_mappings), rope_deltas), window);
           },
-          "x"_a, "keys"_a, "values"_a, "lengths"_a, "head_slots"_a, "first_positions"_a,
+          "x"_a, "rope_deltas"_a, "keys"_a, "values"_a, "lengths"_a, "head_slots"_a, "first_positions"_a,
           "window"_a);
   nb::class_<MlpBlock>(m, "MlpBlock", "The gated MLP half of a decoder block.")
       .def(
@@ -265,7 +278,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 8;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 9;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def(

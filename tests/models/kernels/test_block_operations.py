@@ -81,7 +81,7 @@ class TestInvalidArgumentsAreRefused:
         block, x, buffer = self.attention(), mx.zeros((1, 1, HIDDEN)), mx.zeros((1, 2, 8, HEAD))
 
         def attend(x: mx.array, buffer: mx.array, slot: int, length: int) -> None:
-            mx.eval(block(x, [buffer], [buffer + 0], [slot], [length], [0], [0], 0))
+            mx.eval(block(x, [0], [buffer], [buffer + 0], [slot], [length], [0], [0], 0))
 
         attend(x, buffer, 0, 1)
         for wrong in (
@@ -95,7 +95,10 @@ class TestInvalidArgumentsAreRefused:
             with pytest.raises(ValueError, match=r"\w"):
                 attend(*wrong)
         with pytest.raises(ValueError, match="each sequence needs buffers and a slot mapping"):
-            block(x, [], [], [], [], [], [], 0)
+            block(x, [], [], [], [], [], [], [], 0)
+        for deltas in ([], [0, 0], [-1]):
+            with pytest.raises(ValueError, match="rope"):
+                block(x, deltas, [buffer], [buffer + 0], [0], [1], [0], [0], 0)
 
     def test_mlp_block(self) -> None:
         norm, up, down = (mx.ones(HIDDEN), 1e-5), self.product(96), self.product(HIDDEN, 96)
