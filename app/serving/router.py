@@ -295,9 +295,7 @@ class ModelRouter:
             model, lambda generation: generation.render_chat(request)
         )
 
-    def _fit_images(
-        self, entry: RegisteredModel, request: GenerateRequest
-    ) -> GenerateRequest:
+    def _fit_images(self, entry: RegisteredModel, request: GenerateRequest) -> GenerateRequest:
         """Omits images that the model cannot process. Raises AppError(INVALID) if they belong to
         the user's new question."""
         if next(iter_images(request), None) is None:

@@ -34,6 +34,18 @@ const HOSTILE = [
 ];
 
 const checks = {
+  /** A message with an image in a request, and after an export. */
+  async images() {
+    const { exportConversations, importConversations, newConversation, newMessage, putMessages } = await load("conversation.js");
+    globalThis.localStorage = { getItem: () => null }; // of the API key
+    const { requestMessages } = await load("answer.js");
+    const conversation = newConversation();
+    const images = ["data:image/png;base64,AAAA", "https://a.b/c.png", 5];
+    putMessages(conversation, [newMessage("user", null, { content: "What is this?", images })]);
+    const [{ messages }] = importConversations(exportConversations([conversation]));
+    return { kept: messages[0].images, sent: requestMessages(messages, "") };
+  },
+
   /** Whether a text that grows by each sign has the blocks of the same text at once. */
   async growing() {
     const { GrowingMarkdown } = await load("markdown_blocks.js");

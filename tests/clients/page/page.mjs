@@ -345,6 +345,40 @@ export const scenarios = {
     return { text, stored, exported, userFigures, adminFigures, asksAgain, findings, keys: [user, admin] };
   },
 
+  /** A large image is pasted and scaled down, one is dropped and removed; a model that reads text
+   * only refuses the question with the image, and answers the next one. */
+  async images(browser) {
+    const tab = await browser.openChat();
+    const give = (kind, width) => tab.evaluate(async ([name, side]) => {
+      const canvas = Object.assign(document.createElement("canvas"), { width: side, height: side / 2 });
+      const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+      const data = new DataTransfer();
+      data.items.add(new File([blob], "a.png", { type: "image/png" }));
+      const options = { bubbles: true, cancelable: true };
+      const event = name === "paste"
+        ? new ClipboardEvent("paste", { ...options, clipboardData: data })
+        : new DragEvent("drop", { ...options, dataTransfer: data });
+      document.getElementById("input").dispatchEvent(event);
+    }, [kind, width]);
+    const attached = tab.locator("#images img");
+    await give("paste", 4096);
+    await attached.waitFor();
+    await give("drop", 100);
+    await attached.nth(1).waitFor();
+    await tab.getByRole("button", { name: "Remove image 2" }).click();
+    await say(tab, "What is this?");
+    const error = await lastError(tab);
+    await tab.reload();
+    const image = tab.locator(".message.user .images img");
+    await image.waitFor();
+    const size = await image.evaluate(async (node) => {
+      await node.decode();
+      return [node.naturalWidth, node.naturalHeight];
+    });
+    await say(tab, "And now?");
+    return { left: await attached.count(), error, size, answered: Boolean(await answer(tab)) };
+  },
+
   /** Reasoning, tool calls and Markdown of a scripted engine. */
   async output(browser) {
     const tab = await browser.openChat();

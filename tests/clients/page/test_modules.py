@@ -68,3 +68,13 @@ def test_no_text_of_a_model_takes_more_than_linear_time(check: Check):
     # eight times the text; a quadratic search takes 64 times as long, and seconds
     slow = [row for row in times if row[2] > 30 * row[1] and row[2] > 1000]
     assert slow == []
+
+
+def test_images_are_exported_and_come_before_the_text_of_their_message(check: Check):
+    """A file cannot make the page load an image from another server."""
+    url = "data:image/png;base64,AAAA"
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    assert check("images") == {"kept": [url], "sent": [{"role": "user", "content": content}]}

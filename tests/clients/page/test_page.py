@@ -97,6 +97,14 @@ def without_large_integers(value: Any) -> Any:
             return value
 
 
+def test_an_image_is_scaled_down_stored_and_sent(use_page: Use, server: ServerProcess):
+    seen = use_page("images", server.url)
+    assert seen["size"] == [2048, 1024]
+    assert seen["left"] == 0
+    assert "this model reads text only" in seen["error"]
+    assert seen["answered"]
+
+
 def test_the_page_reads_openapi_yaml_as_pyyaml_does(node: str):
     code = """
 import { readFileSync } from "node:fs";

@@ -104,9 +104,16 @@ export function requestMessages(messages, system) {
       });
     } else if (message.role === "tool") {
       sent.push({ role: "tool", tool_call_id: message.tool_call_id, content: message.content });
-    } else sent.push({ role: "user", content: message.content });
+    } else sent.push({ role: "user", content: renderContent(message) });
   }
   return sent;
+}
+
+/** The images come before the text. */
+function renderContent({ content, images }) {
+  if (!images?.length) return content;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return content ? [...parts, { type: "text", text: content }] : parts;
 }
 
 function renderCall(call) {

@@ -6,6 +6,7 @@ import {
   branchTo, findMessage, latestLeaf, mergeConversations, newConversation, newMessage, putMessages, versionsOf,
 } from "./conversation.js";
 import { announce, byId, drawEachFrame } from "./dom.js";
+import { AttachedImages } from "./images.js";
 import { MessageView, renderWelcome } from "./messages.js";
 import { refreshModels, selectedModel, showContext } from "./models.js";
 import { getSetting, requestFields, showSystem } from "./settings.js";
@@ -20,6 +21,7 @@ export class Chat {
   constructor() {
     this.log = byId("log");
     this.input = byId("input");
+    this.images = new AttachedImages(this.input);
     this.conversation = newConversation();
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -45,6 +47,7 @@ export class Chat {
     this.#views.clear();
     this.log.replaceChildren();
     this.input.value = store.getDraft(conversation.id);
+    this.images.set([]);
     this.#fitInput();
     showSystem(this.#system());
     this.#render();
@@ -53,10 +56,12 @@ export class Chat {
 
   send() {
     const content = this.input.value;
-    if (!content.trim() || this.running) return;
+    const images = this.images.urls;
+    if (!(content.trim() || images.length) || this.running) return;
     this.input.value = "";
+    this.images.set([]);
     this.#keepDraft();
-    this.#add([newMessage("user", this.conversation.leaf, { content })]);
+    this.#add([newMessage("user", this.conversation.leaf, { content, ...withImages(images) })]);
     this.#answer();
   }
 
@@ -145,7 +150,7 @@ export class Chat {
 
   #edit(message, content) {
     this.stop();
-    this.#add([newMessage("user", message.parent, { content })]);
+    this.#add([newMessage("user", message.parent, { content, ...withImages(message.images) })]);
     this.#answer();
   }
 
@@ -294,4 +299,8 @@ export class Chat {
   #fitInput() {
     this.input.rows = Math.min(10, this.input.value.split("\n").length);
   }
+}
+
+function withImages(images) {
+  return images?.length ? { images } : {};
 }

@@ -136,6 +136,10 @@ function readMessage(found, last) {
       arguments: String(call?.arguments ?? ""),
     }));
   }
+  if (Array.isArray(found.images)) {
+    const images = found.images.filter(isImage);
+    if (images.length) message.images = images;
+  }
   if (found.figures && typeof found.figures === "object") {
     const numbers = Object.entries(found.figures).filter(([, value]) => typeof value === "number");
     message.figures = Object.fromEntries(numbers);
@@ -146,9 +150,15 @@ function readMessage(found, last) {
   return message;
 }
 
+/** Whether a value is an image that the page may store and show. */
+function isImage(url) {
+  return typeof url === "string" && /^data:image\/(png|jpeg|webp|gif);base64,/.test(url);
+}
+
 /** An id that follows from the parent and the content, so that equal messages of two files are one. */
-function hashMessage({ parent, role, content, reasoning, calls, tool_call_id: call }) {
-  const text = JSON.stringify([parent, role, content, reasoning, calls, call]);
+function hashMessage({ parent, role, content, reasoning, calls, tool_call_id: call, images }) {
+  const parts = [parent, role, content, reasoning, calls, call];
+  const text = JSON.stringify(images ? [...parts, images] : parts);
   let high = 0xdeadbeef;
   let low = 0x41c6ce57;
   for (let at = 0; at < text.length; at += 1) {

@@ -13,6 +13,7 @@ export class MessageView {
     this.message = message;
     this.actions = actions;
     this.text = h("div", { class: "text" });
+    this.images = h("div", { class: "images", hidden: true });
     this.reasoning = h("div", { class: "text" });
     this.reasoningLabel = h("summary", {}, "Reasoning");
     this.thought = h("details", { class: "fold", hidden: true }, this.reasoningLabel, this.reasoning);
@@ -24,7 +25,7 @@ export class MessageView {
       "article",
       { class: `message ${message.role}`, "aria-label": NAMES[message.role] },
       h("h2", { class: "role" }, NAMES[message.role]),
-      this.thought, this.text, this.calls, this.progress, this.error, this.foot,
+      this.thought, this.images, this.text, this.calls, this.progress, this.error, this.foot,
     );
     if (message.role === "user" && actions.getDraft(message)) this.#edit();
   }
@@ -45,6 +46,9 @@ export class MessageView {
     else this.text.textContent = message.content;
     this.text.classList.toggle("plain", message.role !== "assistant");
     this.text.hidden = !message.content;
+    const images = message.images ?? [];
+    this.images.hidden = !images.length;
+    this.images.replaceChildren(...images.map((src, index) => h("img", { src, alt: `Image ${index + 1}` })));
     if (message.reasoning) renderMarkdown(this.reasoning, message.reasoning, { complete });
     this.thought.hidden = !message.reasoning;
     this.reasoningLabel.textContent = running && !message.content ? "Reasoning…" : "Reasoning";
@@ -138,7 +142,7 @@ export class MessageView {
         onsubmit: (event) => {
           event.preventDefault();
           close();
-          if (area.value.trim()) actions.edit(this.message, area.value);
+          if (area.value.trim() || this.message.images?.length) actions.edit(this.message, area.value);
         },
         onkeydown: (event) => {
           if (event.key !== "Escape") return;
