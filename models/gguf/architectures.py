@@ -24,6 +24,9 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 # tensors that do not become parameters: factors of rotary frequencies, which the config contains
 _ROPE_FREQS, _ROPE_LONG = "rope_freqs.weight", "rope_factors_long.weight"
+# with this divisor of its frequency, a dimension is not rotated in any context
+_NOT_ROTATED = 1e29
+
 _CONFIG_TENSORS = (_ROPE_FREQS, _ROPE_LONG, "rope_factors_short.weight")
 
 _NAMES: Mapping[str, str] = {
@@ -66,6 +69,30 @@ _POST_NORM_NAMES: Mapping[str, str] = {
 }
 
 _GEMMA_NAMES: Mapping[str, str] = {**_POST_NORM_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
+
+_GEMMA4_NAMES: Mapping[str, str] = {
+    **_GEMMA_NAMES,
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_gate_exps": "experts.gate_proj",
+    "ffn_up_exps": "experts.up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+
+_GEMMA4_GLOBAL_NAMES: Mapping[str, str] = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 _GATED_DELTA_NAMES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
@@ -124,6 +151,8 @@ class Architecture:
     rotates_pairs: whether llama.cpp rotates adjacent dimensions, for which its converter reorders
         the rows of the query and key projections.
     norms_have_one_added: whether the weights of norms are one larger than in the original.
+    layers_differ: whether layers have different numbers of key heads and widths of MLPs, which
+        read_config then returns.
     """
 
     read_config: Callable[[Metadata], Config]
@@ -131,6 +160,7 @@ class Architecture:
     global_names: Mapping[str, str] = field(default_factory=dict[str, str])
     rotates_pairs: bool = False
     norms_have_one_added: bool = False
+    layers_differ: bool = False
 
 
 def find_architecture(metadata: Metadata) -> Architecture:
@@ -160,7 +190,8 @@ def read_config(file: GGUFFile) -> Config:
     if kind != "model":
         raise GGUFError(f"{file.path} is a GGUF file of type {kind!r}, not a language model")
     architecture = find_architecture(metadata)
-    return {**_read_common_config(metadata), **architecture.read_config(metadata)}
+    common = _read_common_config(metadata, layers_differ=architecture.layers_differ)
+    return {**common, **architecture.read_config(metadata)}
 
 
 def rename_tensors(file: GGUFFile) -> dict[str, str]:
@@ -215,7 +246,7 @@ def _rename(name: str, names: Mapping[str, str]) -> str | None:
     return f"{names[module]}.{part}" if module in names else None
 
 
-def _read_common_config(metadata: Metadata) -> Config:
+def _read_common_config(metadata: Metadata, *, layers_differ: bool) -> Config:
     layers = count_layers(metadata)
     embeddings = metadata.file.tensors.get("token_embd.weight")
     if embeddings is None:
@@ -225,14 +256,16 @@ def _read_common_config(metadata: Metadata) -> Config:
         "hidden_size": metadata.integer("embedding_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.uniform_integer("attention.head_count_kv", layers, heads),
         "vocab_size": embeddings.shape[0],
         "max_position_embeddings": metadata.integer("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": not metadata.has_tensor("output.weight"),
     }
-    if metadata.has("feed_forward_length"):
+    if not layers_differ:
+        kv_heads = metadata.uniform_integer("attention.head_count_kv", layers, heads)
+        config["num_key_value_heads"] = kv_heads
+    if metadata.has("feed_forward_length") and not layers_differ:
         config["intermediate_size"] = metadata.uniform_integer("feed_forward_length", layers)
     if metadata.has("attention.key_length"):
         config["head_dim"] = metadata.integer("attention.key_length")
@@ -434,6 +467,87 @@ def _read_gemma_query_scalar(metadata: Metadata, *, largest: int) -> float:
     return metadata.integer("embedding_length") / metadata.integer("attention.head_count")
 
 
+def _read_gemma4(metadata: Metadata) -> Config:
+    """All sizes. Full attention layers have their own width of a head and number of key heads."""
+    layers = count_layers(metadata)
+    slides = metadata.flags("attention.sliding_window_pattern", layers)
+    kv_heads = metadata.integers("attention.head_count_kv", layers)
+    widths = metadata.integers("feed_forward_length", layers)
+    shared = metadata.integer("attention.shared_kv_layers", 0)
+    sliding, full = "sliding_attention", "full_attention"
+    size = metadata.integer("attention.key_length")
+    sliding_size = metadata.integer("attention.key_length_swa", size)
+    if metadata.integer("rope.dimension_count_swa", sliding_size) != sliding_size:
+        raise UnsupportedError(
+            f"{metadata.file.path}: gemma4.rope.dimension_count_swa differs from "
+            "gemma4.attention.key_length_swa, which is not supported"
+        )
+    config: Config = {
+        "model_type": "gemma4_text",
+        "head_dim": sliding_size,
+        "num_key_value_heads": next(
+            (heads for heads, is_sliding in zip(kv_heads, slides, strict=True) if is_sliding),
+            kv_heads[0],
+        ),
+        "per_layer_config": {
+            str(layer): {"head_dim": size, "num_key_value_heads": kv_heads[layer]}
+            for layer in range(layers)
+            if not slides[layer]
+        },
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "layer_types": [sliding if is_sliding else full for is_sliding in slides],
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        # such layers have no tensor for values
+        "attention_k_eq_v": any(
+            not is_sliding and not metadata.has_tensor(f"blk.{layer}.attn_v.weight")
+            for layer, is_sliding in enumerate(slides[: max(0, layers - shared)])
+        ),
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
+        "rope_scaling": None,
+        "rope_parameters": {
+            sliding: {
+                "rope_type": "default",
+                "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0),
+            },
+            full: {
+                "rope_type": "proportional",
+                "rope_theta": metadata.number("rope.freq_base", 1_000_000.0),
+                "partial_rotary_factor": _read_rotated_share(metadata),
+            },
+        },
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
+    embeddings = metadata.file.tensors.get("per_layer_token_embd.weight")
+    if embeddings is not None:
+        config["vocab_size_per_layer_input"] = embeddings.shape[0]
+    if metadata.integer("expert_count", 0):
+        config |= {
+            "enable_moe_block": True,
+            "num_experts": metadata.integer("expert_count"),
+            "top_k_experts": metadata.integer("expert_used_count"),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        }
+    return config
+
+
+def _read_rotated_share(metadata: Metadata) -> float:
+    """Returns the share of the dimensions of a full attention layer that are rotated: those whose
+    divisor of the frequency is one. The others have a divisor that makes them constant."""
+    tensor = metadata.file.tensors.get(_ROPE_FREQS)
+    if tensor is None:
+        return 1.0
+    divisors = read_floats(tensor)
+    rotated = divisors.count(1.0)
+    if any(divisor < _NOT_ROTATED for divisor in divisors[rotated:]) or not rotated:
+        raise UnsupportedError(
+            f"{metadata.file.path}: the tensor {_ROPE_FREQS} of a gemma4 must have divisors of 1, "
+            "followed by divisors that make a frequency zero"
+        )
+    return rotated / len(divisors)
+
+
 def _read_phi3(metadata: Metadata) -> Config:
     heads = metadata.integer("attention.head_count")
     size = metadata.integer("embedding_length") // max(heads, 1)
@@ -604,6 +718,12 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     },
     "gemma2": Architecture(read_config=_read_gemma2, names=_GEMMA_NAMES, norms_have_one_added=True),
     "gemma3": Architecture(read_config=_read_gemma3, names=_GEMMA_NAMES, norms_have_one_added=True),
+    "gemma4": Architecture(
+        read_config=_read_gemma4,
+        names=_GEMMA4_NAMES,
+        global_names=_GEMMA4_GLOBAL_NAMES,
+        layers_differ=True,
+    ),
     "phi3": Architecture(
         read_config=_read_phi3,
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},

@@ -74,6 +74,13 @@ class Metadata:
             return numbers[:count]
         raise self._error(name, value, f"an integer or {count} integers")
 
+    def flags(self, name: str, count: int) -> list[bool]:
+        """Returns true or false for each layer."""
+        value = self._get(name, None)
+        if isinstance(value, Array) and value.kind == "bool" and value.count >= count:
+            return [bool(flag) for flag in value.numbers()[:count]]
+        raise self._error(name, value, f"true or false for each of {count} layers")
+
     def uniform_integer(self, name: str, count: int, default: int | None = None) -> int:
         """Returns the integer that applies to all layers. If there are several, zeros, which mark
         layers without such a part, are ignored."""

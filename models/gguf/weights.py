@@ -9,7 +9,7 @@ memory requirement of the model can be computed without reading or allocating an
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,12 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
     architecture = find_architecture(metadata)
     unread = UnreadTensors()
     weights: Arrays = {}
-    for name, target in rename_tensors(file).items():
-        tensor = file.tensors[name]
-        raw = unread.add(tensor)
+    opened = (
+        (target, raw, file.tensors[name])
+        for name, whole in rename_tensors(file).items()
+        for target, raw in _split_fused_experts(whole, unread.add(file.tensors[name]))
+    )
+    for target, raw, tensor in opened:
         parts = _unpack(target, raw, tensor.type)
         if architecture.rotates_pairs and target.endswith(ROTATED):
             heads = "head_count" if ".q_proj." in target else "head_count_kv"
@@ -116,6 +119,18 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
             )
         weights |= parts
     return _convert_layers(metadata, weights), unread
+
+
+def _split_fused_experts(name: str, raw: mx.array) -> Iterator[tuple[str, mx.array]]:
+    """Yields the tensor, or both projections of experts [E, 2 inner, bytes per row], which keep
+    their blocks."""
+    if not name.endswith(".experts.gate_up_proj.weight"):
+        yield name, raw
+        return
+    if raw.ndim != 3 or raw.shape[1] % 2:
+        raise ModelError(f"{name} does not have the shape [experts, 2 inner, hidden]")
+    for projection, half in zip(("gate_proj", "up_proj"), raw.split(2, axis=1), strict=True):
+        yield name.replace("gate_up_proj", projection), half
 
 
 # projections whose rows are those of rotated heads

@@ -34,6 +34,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_5_moe_text": "qwen35moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "phi3": "phi3",
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
@@ -96,7 +97,8 @@ def convert(
 def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    writer.add_block_count(config["num_hidden_layers"])
+    layers = config["num_hidden_layers"]
+    writer.add_block_count(layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(heads)
@@ -104,7 +106,7 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     rope = config.get("rope_parameters") or {}
     if theta := rope.get("rope_theta") or config.get("rope_theta"):
         writer.add_rope_freq_base(theta)
-    if "head_dim" in config:
+    if "head_dim" in config and arch != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if arch in ("lfm2", "lfm2moe"):
@@ -117,9 +119,15 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
         writer.add_vocab_size(config["vocab_size"])
     elif arch == "deepseek2":
         _add_latent_attention(writer, config)
+    elif arch == "gemma4":
+        _add_gemma4(writer, config)
     else:
         writer.add_head_count_kv(kv_heads)
-    if (width := config.get("block_ff_dim") or config.get("intermediate_size")) is not None:
+    width = config.get("block_ff_dim") or config.get("intermediate_size")
+    if width is not None and config.get("use_double_wide_mlp"):
+        owners = layers - config["num_kv_shared_layers"]
+        writer.add_feed_forward_length([width * (1 + (i >= owners)) for i in range(layers)])
+    elif width is not None:
         if config.get("block_auto_adjust_ff_dim"):
             width, multiple = int(2 * width / 3), config["block_multiple_of"]
             width = multiple * -(-int(config["block_ffn_dim_multiplier"] * width) // multiple)
@@ -161,6 +169,29 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
             )
 
 
+def _add_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    heads, full = config["num_key_value_heads"], config["num_global_key_value_heads"]
+    if full is None:
+        writer.add_head_count_kv(heads)
+    else:
+        writer.add_head_count_kv([heads if is_sliding else full for is_sliding in slides])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(config["global_head_dim"])
+    writer.add_value_length(config["global_head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(config["global_head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if cap := config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(cap)
+
+
 def _add_latent_attention(writer: gguf.GGUFWriter, config: Config) -> None:
     latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
@@ -188,6 +219,8 @@ def _add_sigmoid_experts(writer: gguf.GGUFWriter, config: Config) -> None:
 
 
 def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
+    if config.get("top_k_experts"):
+        config = {**config, "num_experts_per_tok": config["top_k_experts"]}
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if not (experts := next((config[name] for name in names if config.get(name)), 0)):
         return
@@ -225,10 +258,38 @@ def _add_rope(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
 
 
+def _convert_gemma4(config: Config, weights: Weights) -> tuple[Weights, Weights]:
+    """Returns the tensors with the names of the original, where the gate and up projections of
+    experts are fused, and those with names in the file."""
+    renamed: Weights = {}
+    made: Weights = {}
+    for name, array in weights.items():
+        path, _, parameter = name.partition(".experts.switch_glu.")
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        if name.endswith(".router.scale"):
+            made[f"blk.{layer}.ffn_gate_inp.scale"] = array
+        elif name.endswith(".router.per_expert_scale"):
+            made[f"blk.{layer}.ffn_down_exps.scale"] = array
+        elif name.endswith(".layer_scalar"):
+            renamed[f"{name}.weight"] = array
+        elif parameter == "gate_proj.weight":
+            up = weights[f"{path}.experts.switch_glu.up_proj.weight"]
+            renamed[f"{path}.experts.gate_up_proj.weight"] = np.concatenate([array, up], axis=1)
+        elif parameter != "up_proj.weight":
+            renamed[name.replace(".switch_glu.", ".")] = array
+    half = config["global_head_dim"] // 2
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    divisors = np.full(half, 1e30, np.float32)
+    divisors[: int(half * share)] = 1.0
+    return renamed, {**made, "rope_freqs.weight": divisors}
+
+
 def _convert_weights(arch: str, config: Config, weights: Weights) -> Weights:
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     made: Weights = {}
+    if arch == "gemma4":
+        weights, made = _convert_gemma4(config, weights)
     for name, array in weights.items():
         for target, part in _convert_tensor(arch, config, name, array):
             for ours, original in _ORIGINAL:

@@ -10,11 +10,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from models import architectures
+from models import architectures, kernels
 from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout
 from models.gguf import reader
 from models.gguf.architectures import list_architectures, read_config
+from models.gguf.layers import GgufExpertLinear
 from models.gguf.reader import GGUFError
 from models.gguf.weights import open_weights
 from tests.models import parity
@@ -166,7 +167,12 @@ def quantized(name: str) -> gguf.GGMLQuantizationType | None:
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.id in ("llama-tied", "qwen3_moe-plain", "glm4_moe_lite-plain")],
+    [
+        case
+        for case in CASES
+        if case.id
+        in ("llama-tied", "qwen3_moe-plain", "glm4_moe_lite-plain", "gemma4_text-26b-a4b")
+    ],
     ids=lambda case: case.id,
 )
 def test_quantized_weights_are_exact(tmp_path, case: Case):
@@ -265,3 +271,35 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(EOFError, match="became shorter"):
         unread.read()
+
+
+def test_experts_of_a_gemma4_keep_their_blocks(tmp_path):
+    """Gate and up projections are one tensor of the file."""
+    case = next(case for case in CASES if case.id == "gemma4_text-26b-a4b")
+    path, _ = write_model(case, tmp_path, quantize=quantized)
+    file = reader.read(path)
+    weights, unread = open_weights(file)
+    model: Any = architectures.build(read_config(file), weights, blocks=unread.blocks)
+    if kernels.ops() is None:
+        pytest.skip("without the kernels, there are no blocks")
+    experts = model.model.layers[0].experts
+    names = ("gate_proj", "up_proj", "down_proj")
+    assert {type(experts[name]) for name in names} == {GgufExpertLinear}
+
+
+def test_a_gemma4_with_another_partial_rotation_is_not_supported(tmp_path):
+    case = next(case for case in CASES if case.id == "gemma4_text-e4b")
+    path, _ = write_model(case, tmp_path)
+    divisor = np.float32(1e30).tobytes()
+    path.write_bytes(path.read_bytes().replace(divisor, np.float32(8.0).tobytes()))
+    with pytest.raises(GGUFError, match=r"rope_freqs\.weight of a gemma4 must have divisors of 1"):
+        read_config(reader.read(path))
+
+
+def test_a_gemma4_without_a_flag_per_layer_is_named(tmp_path):
+    case = next(case for case in CASES if case.id == "gemma4_text-e4b")
+    path, _ = write_model(case, tmp_path)
+    pattern = b"gemma4.attention.sliding_window_pattern"
+    path.write_bytes(path.read_bytes().replace(pattern, pattern[:-1] + b"x"))
+    with pytest.raises(GGUFError, match=r"lacks the key gemma4\.attention\.sliding_window_pattern"):
+        read_config(reader.read(path))
