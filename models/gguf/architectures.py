@@ -127,6 +127,38 @@ _SIGMOID_EXPERT_NAMES: Mapping[str, str] = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 
+_GLM4_NAMES: Mapping[str, str] = {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+
+_NEMOTRON_H_NAMES: Mapping[str, str] = {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.switch_mlp.up_proj",
+    "ffn_down_exps": "mixer.switch_mlp.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    "ssm_in": "mixer.in_proj",
+    "ssm_conv1d": "mixer.conv1d",
+    "ssm_norm": "mixer.norm",
+    "ssm_out": "mixer.out_proj",
+    # complete names of parameters, unlike the others
+    "ssm_a": "mixer.A_log",
+    "ssm_d": "mixer.D",
+    "ssm_dt.bias": "mixer.dt_bias",
+}
+
 _MLA_NAMES: Mapping[str, str] = {
     **_SIGMOID_EXPERT_NAMES,
     "attn_q_a": "self_attn.q_a_proj",
@@ -585,12 +617,24 @@ def _read_gpt_oss(metadata: Metadata) -> Config:
 
 
 def _read_olmo2(metadata: Metadata) -> Config:
-    if metadata.integer("attention.sliding_window", 0):
-        raise UnsupportedError(
-            f"{metadata.file.path}: models of the architecture olmo2 with a sliding window "
-            "(OLMo 3) are not supported"
-        )
-    return _plain("olmo2")(metadata)
+    """OLMo 2 and, with a sliding window, OLMo 3. In the latter, only layers with full attention
+    have the scaling of rotary frequencies."""
+    window = metadata.integer("attention.sliding_window", 0)
+    if not window:
+        return _plain("olmo2")(metadata)
+    layers = count_layers(metadata)
+    pattern = "attention.sliding_window_pattern"
+    # llama.cpp's default
+    slides = [(layer + 1) % 4 != 0 for layer in range(layers)]
+    if metadata.has(pattern):
+        slides = metadata.flags(pattern, layers)
+    return {
+        **_plain("olmo3")(metadata),
+        "sliding_window": window,
+        "layer_types": [
+            "sliding_attention" if is_sliding else "full_attention" for is_sliding in slides
+        ],
+    }
 
 
 def _read_lfm2(metadata: Metadata) -> Config:
@@ -646,6 +690,71 @@ def _read_glm4_moe(metadata: Metadata) -> Config:
         "partial_rotary_factor": metadata.integer("rope.dimension_count") / max(size, 1),
         **_read_sigmoid_experts(metadata),
     }
+
+
+def _read_glm4(metadata: Metadata) -> Config:
+    """GLM-4-0414, which rotates adjacent dimensions. The order of rows is that of the original."""
+    config = _plain("glm4")(metadata)
+    size = metadata.integer(
+        "attention.key_length",
+        metadata.integer("embedding_length") // max(metadata.integer("attention.head_count"), 1),
+    )
+    rotated = metadata.integer("rope.dimension_count", size // 2)
+    if metadata.text("rope.scaling.type", "none") != "none":
+        raise UnsupportedError(f"{metadata.file.path}: the rope scaling of a glm4 is not supported")
+    return {**config, "head_dim": size, "partial_rotary_factor": rotated / max(size, 1)}
+
+
+def _read_nemotron_h(metadata: Metadata) -> Config:
+    """Nemotron-H and Nemotron 3. The tensors of a layer show its type."""
+    kinds = [_find_nemotron_h_layer(metadata, layer) for layer in range(count_layers(metadata))]
+    first = {kind: f"blk.{kinds.index(kind)}" for kind in kinds}
+    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if heads < 1 or inner % heads:
+        raise GGUFError(
+            f"{metadata.file.path}: ssm.inner_size {inner} cannot be divided among "
+            f"ssm.time_step_rank {heads} heads"
+        )
+    mamba, mlp = first.get("mamba", ""), first.get("mlp", first.get("moe", ""))
+    config: Config = {
+        "model_type": "nemotron_h",
+        "layers_block_type": kinds,
+        "num_key_value_heads": metadata.uniform_integer(
+            "attention.head_count_kv", len(kinds), metadata.integer("attention.head_count")
+        ),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "ssm_state_size": metadata.integer("ssm.state_size"),
+        "n_groups": metadata.integer("ssm.group_count"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": metadata.has_tensor(f"{mamba}.ssm_in.bias"),
+        "use_conv_bias": metadata.has_tensor(f"{mamba}.ssm_conv1d.bias"),
+        "mlp_bias": any(
+            metadata.has_tensor(f"{mlp}.{name}.bias") for name in ("ffn_up", "ffn_up_shexp")
+        ),
+        "attention_bias": metadata.has_tensor(f"{first.get('attention', '')}.attn_q.bias"),
+    }
+    if "mlp" in first:
+        config["intermediate_size"] = metadata.file.tensors[f"{mlp}.ffn_up.weight"].shape[0]
+    if "moe" in first:
+        config |= _read_sigmoid_experts(metadata)
+        shared = metadata.integer("expert_shared_feed_forward_length")
+        config["moe_shared_expert_intermediate_size"] = shared
+        config["moe_latent_size"] = metadata.integer("moe_latent_size", 0) or None
+    return config
+
+
+def _find_nemotron_h_layer(metadata: Metadata, layer: int) -> str:
+    for tensor, kind in (
+        ("ssm_in", "mamba"),
+        ("attn_q", "attention"),
+        ("ffn_gate_inp", "moe"),
+        ("ffn_up", "mlp"),
+    ):
+        if metadata.has_tensor(f"blk.{layer}.{tensor}.weight"):
+            return kind
+    raise GGUFError(f"{metadata.file.path}: the layer blk.{layer} has no known tensors")
 
 
 def _read_sigmoid_experts(metadata: Metadata) -> Config:
@@ -748,6 +857,13 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "post_attention_norm": "post_attention_layernorm",
         },
     ),
+    "glm4": Architecture(read_config=_read_glm4, names=_GLM4_NAMES),
+    **{
+        name: Architecture(
+            read_config=_read_nemotron_h, names=_NEMOTRON_H_NAMES, layers_differ=True
+        )
+        for name in ("nemotron_h", "nemotron_h_moe")
+    },
     "olmo2": Architecture(read_config=_read_olmo2, names=_POST_NORM_NAMES),
     "lfm2": Architecture(
         read_config=_read_lfm2,

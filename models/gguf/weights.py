@@ -176,7 +176,9 @@ def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:
         if name.endswith((".conv1d.weight", ".conv.conv.weight")) and array.ndim == 2:
             array = array[..., None]  # [D, width, 1]
         elif name.endswith(".A_log"):
-            array = mx.log(-array)
+            array = mx.log(-array).flatten()
+        elif name.endswith((".mixer.D", ".mixer.norm.weight")):
+            array = array.flatten()
         elif name.endswith(".shared_expert_gate.weight") and array.ndim == 1:
             array = array[None]
         converted[name] = array

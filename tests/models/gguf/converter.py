@@ -38,6 +38,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "phi3": "phi3",
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "glm4": "glm4",
+    "nemotron_h": "nemotron_h",
     "granite": "granite",
     "glm4_moe": "glm4moe",
     "lfm2": "lfm2",
@@ -78,6 +81,8 @@ def convert(
     quantize: the type of a matrix, by its name in the file. extra: adds keys, such as a
     tokenizer."""
     arch = ARCHITECTURES[config["model_type"]]
+    if arch == "nemotron_h" and "num_experts_per_tok" in config:
+        arch = "nemotron_h_moe"
     writer = gguf.GGUFWriter(path, arch)
     _add_parameters(writer, arch, config)
     _add_rope(writer, config)
@@ -102,7 +107,9 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(heads)
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    writer.add_layer_norm_rms_eps(
+        config.get("rms_norm_eps") or config.get("norm_eps") or config["layer_norm_epsilon"]
+    )
     rope = config.get("rope_parameters") or {}
     if theta := rope.get("rope_theta") or config.get("rope_theta"):
         writer.add_rope_freq_base(theta)
@@ -121,13 +128,15 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
         _add_latent_attention(writer, config)
     elif arch == "gemma4":
         _add_gemma4(writer, config)
+    elif arch.startswith("nemotron_h"):
+        _add_nemotron_h(writer, config, kv_heads)
     else:
         writer.add_head_count_kv(kv_heads)
     width = config.get("block_ff_dim") or config.get("intermediate_size")
     if width is not None and config.get("use_double_wide_mlp"):
-        owners = layers - config["num_kv_shared_layers"]
+        owners = layers - config["num_kv_shared_layers"]  # gemma4
         writer.add_feed_forward_length([width * (1 + (i >= owners)) for i in range(layers)])
-    elif width is not None:
+    elif width is not None and not arch.startswith("nemotron_h"):
         if config.get("block_auto_adjust_ff_dim"):
             width, multiple = int(2 * width / 3), config["block_multiple_of"]
             width = multiple * -(-int(config["block_ffn_dim_multiplier"] * width) // multiple)
@@ -146,13 +155,18 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if arch in ("gemma2", "gemma3", "gpt-oss", "phi3") and config.get("sliding_window"):
+    if arch in ("gemma2", "gemma3", "gpt-oss", "phi3", "olmo2") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "granite":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window_pattern([(layer + 1) % 4 != 0 for layer in range(layers)])
+    if arch == "glm4":
+        size = config["head_dim"]
+        writer.add_rope_dimension_count(int(size * config["partial_rotary_factor"]))
     if arch == "glm4moe":
         share = config.get("partial_rotary_factor", 0.5)
         writer.add_rope_dimension_count(int(config["head_dim"] * share))
@@ -167,6 +181,54 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
             writer.add_rope_scaling_attn_factors(
                 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
             )
+
+
+def _list_nemotron_h_layers(config: Config) -> list[str]:
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return config.get("layers_block_type") or [kinds[x] for x in config["hybrid_override_pattern"]]
+
+
+def _add_nemotron_h(writer: gguf.GGUFWriter, config: Config, kv_heads: int) -> None:
+    kinds = _list_nemotron_h_layers(config)
+    has_experts = "num_experts_per_tok" in config
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    named = "moe" if has_experts else "mlp"
+    writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_feed_forward_length([width if kind == named else 0 for kind in kinds])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    if has_experts:
+        shared = config["moe_shared_expert_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(shared)
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        if config.get("moe_latent_size"):
+            writer.add_moe_latent_size(config["moe_latent_size"])
+
+
+def _convert_nemotron_h(config: Config, weights: Weights) -> Weights:
+    """The names of the original, and the shapes that llama.cpp's graph needs."""
+    made: Weights = {}
+    for name, array in weights.items():
+        if name.endswith((".A_log", ".mixer.D")):
+            array = array.reshape(-1, 1)
+        elif name.endswith(".mixer.norm.weight"):
+            array = array.reshape(config["n_groups"], -1)
+        name = name.replace(".dt_bias", ".dt.bias").replace(
+            ".switch_mlp.fc1.", ".switch_mlp.up_proj."
+        )
+        name = name.replace(".switch_mlp.fc2.", ".switch_mlp.down_proj.")
+        if ".switch_mlp." in name:
+            name = name.replace("backbone.", "model.").replace(
+                ".mixer.switch_mlp.", ".mlp.experts."
+            )
+        made[name] = array
+    return made
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
@@ -290,6 +352,8 @@ def _convert_weights(arch: str, config: Config, weights: Weights) -> Weights:
     made: Weights = {}
     if arch == "gemma4":
         weights, made = _convert_gemma4(config, weights)
+    if arch.startswith("nemotron_h"):
+        weights = _convert_nemotron_h(config, weights)
     for name, array in weights.items():
         for target, part in _convert_tensor(arch, config, name, array):
             for ours, original in _ORIGINAL:
