@@ -163,11 +163,39 @@ def _find_in_folder(name: ModelName) -> ModelFiles | None:
     if folder is None:
         return None
     if not folder.is_dir():
-        return gguf_model.read(folder.resolve(), name=gguf_model.get_name(folder.resolve()))
+        return _read_gguf(folder.resolve(), gguf_model.get_name(folder.resolve()))
     found = gguf_model.find_in_folder(folder)
     if found is not None:
-        return gguf_model.read(found, name=_name_folder(folder.resolve()))
+        return _read_gguf(found, _name_folder(folder.resolve()))
     return hf_folder.read(folder, name=_name_folder(folder.resolve()))
+
+
+def _read_gguf(path: Path, name: str) -> ModelFiles:
+    try:
+        return gguf_model.read(path, name=name)
+    except UnsupportedGGUFError as error:
+        twin = _find_installed_twin(gguf_model.get_base_name(path))
+        if twin is None:
+            raise
+        raise AppError(
+            error.kind, f"{error.message}; the same model may be installed as {twin}"
+        ) from error
+
+
+def _find_installed_twin(base_name: str) -> str | None:
+    """Returns the name of an installed model in MLX's format by the name of a model without its
+    quantization."""
+    try:
+        for installed in list_installed():
+            own = installed.name.rpartition("/")[2].casefold()
+            is_same = f"{own}-".startswith(f"{base_name.casefold()}-")
+            # in the Hugging Face cache, the path is that of a repository
+            places = (installed.path, *installed.path.glob("snapshots/*"))
+            if is_same and any((place / "config.json").is_file() for place in places):
+                return installed.name
+    except AppError:  # a store that cannot be read
+        pass
+    return None
 
 
 def _name_folder(folder: Path) -> str:

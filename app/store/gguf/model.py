@@ -30,6 +30,9 @@ _SUFFIX = ".gguf"
 # the end of the name of one file of several
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
+# the end of the name of a file with one quantization
+_QUANTIZATION = re.compile(r"[-.](UD-)?(I?Q\d\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECASE)
+
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = "general.sampling."
 
@@ -89,6 +92,12 @@ def is_gguf_model(files: ModelFiles) -> bool:
 def get_name(path: Path) -> str:
     """Returns the name of a model by the name of its file."""
     return _SHARD.sub("", path.name.removesuffix(_SUFFIX))
+
+
+def get_base_name(path: Path) -> str:
+    """Returns the name of a model without its quantization: `Qwen3-8B` for
+    `Qwen3-8B-Q4_K_M.gguf`."""
+    return _QUANTIZATION.sub("", get_name(path))
 
 
 def find_in_folder(folder: Path) -> Path | None:

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from app import store
+from app.core.errors import AppError
 from app.store.model_names import ModelNotFoundError
+from tests import tiny
+from tests.models.gguf.raw_file import gguf, text_entry
 from tests.store.gguf.files import write_tiny
 
 
@@ -47,3 +51,28 @@ def test_the_first_of_two_files_with_a_name_is_used(home: Path) -> None:
         write_tiny(home / folder / "same.gguf")
     found = [entry for entry in store.list_installed() if entry.name == "same"]
     assert [entry.path for entry in found] == [home / ".lmstudio/models/a/b/same.gguf"]
+
+
+def test_an_unsupported_architecture_names_the_installed_model_in_another_format(
+    home: Path,
+) -> None:
+    path = home / "plamo-3-2b-Q4_K_M.gguf"
+    path.write_bytes(gguf([text_entry("general.architecture", "plamo3")]))
+    models = home / ".lmstudio/models/mlx-community"
+    tiny.write(models / "plamo-3-2b0-4bit")  # another model
+    with pytest.raises(AppError) as caught:
+        store.resolve(str(path))
+    assert "'plamo3' are not supported" in caught.value.message
+    assert "installed" not in caught.value.message
+    tiny.write(models / "plamo-3-2b-4bit")
+    with pytest.raises(AppError) as caught:
+        store.resolve(str(path))
+    assert caught.value.message.endswith(
+        "; the same model may be installed as mlx-community/plamo-3-2b-4bit"
+    )
+    repository = Path(constants.HF_HUB_CACHE) / "models--pfn--PLaMo-3-2b"
+    tiny.write(repository / "snapshots/0123")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0123")
+    with pytest.raises(AppError, match=r"installed as pfn/PLaMo-3-2b$"):
+        store.resolve(str(path))
