@@ -141,7 +141,7 @@ class ImageDecoder:
         Raises AppError(INVALID) for an image that cannot be decoded, AppError(OVERLOADED) if the
         machine is too busy, and AppError(ENGINE) if the process cannot be started."""
         if self._closed:
-            raise AppError(ErrorKind.STOPPING, "the server is shutting down")
+            raise _stopping_error()
         self._raise_known_error(image)
         key = plan.key(image)
         if (pixels := self._cache.get(key)) is not None:
@@ -169,6 +169,9 @@ class ImageDecoder:
         if runner is not None:
             runner.cancel()
             await asyncio.gather(runner, return_exceptions=True)
+        for work in self._works.values():
+            self._fail(work, _stopping_error())
+        self._works.clear()
         await self._stop_child()
 
     def _raise_known_error(self, image: Image) -> None:
@@ -181,21 +184,16 @@ class ImageDecoder:
         """Decodes all waiting images. This task is the only user of the process."""
         try:
             while (work := self._queue.pop()) is not None:
-                try:
-                    if work.waiters:
-                        self._finish(work, await self._decode(work))
-                    else:  # all callers were cancelled before their turn
-                        work.result.cancel()
-                except (AppError, _BadImage) as error:
-                    self._fail(work, error)
-                finally:
+                if work.waiters == 0:  # all callers were cancelled before their turn
                     del self._works[work.key]
+                    continue
+                try:
+                    self._finish(work, await self._decode(work))
+                except Exception as error:
+                    self._fail(work, error)
+                del self._works[work.key]
         finally:
             self._runner = None
-            for work in self._works.values():
-                self._fail(work, AppError(ErrorKind.STOPPING, "the server is shutting down"))
-            self._works.clear()
-            self._queue = _FairQueue()
 
     def _finish(self, work: _Work, pixels: ImagePixels) -> None:
         self._record(work.image, None)
@@ -240,6 +238,8 @@ class ImageDecoder:
                     log.warning("decoding an image failed: the process %s", reason)
                     raise _BadImage(f"the image cannot be decoded: decoding it {reason}") from error
                 log.warning("the process that decodes images was killed, attempt %d", attempt + 1)
+            except _BadImage:
+                raise
             except BaseException:  # cancelled between a request and its response
                 await self._stop_child()
                 raise
@@ -338,6 +338,10 @@ def _make_environment() -> dict[str, str]:
 def _start_error(reason: str) -> AppError:
     message = f"the process that decodes images cannot be started: {reason}"
     return AppError(ErrorKind.ENGINE, message)
+
+
+def _stopping_error() -> AppError:
+    return AppError(ErrorKind.STOPPING, "the server is shutting down")
 
 
 def _name_status(status: int) -> str:
