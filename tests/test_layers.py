@@ -152,6 +152,8 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.runners.worker_protocol": frozenset({"msgspec"}),
     "app.runners.ranks.protocol": frozenset({"msgspec"}),
     "app.images": frozenset(),
+    # an HTTP client for the hosts that an administrator allows
+    "app.images.fetch": frozenset({"h11"}),
     # the only module that imports an image library, in its own process
     "app.images.decoder_main": frozenset({"PIL"}),
     "app.serving.prompt_jobs": frozenset({"msgspec"}),
