@@ -129,6 +129,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "qwen35": _QWEN35,
     "gpt-4o": _GPT4O,
     "tekken": _TEKKEN,
+    # of Pixtral and later models of Mistral, whose own rules are those of Tekken; llama.cpp uses
+    # those of Llama 3
+    "pixtral": _TEKKEN,
     "smollm": _DIGITS_GPT2,
     "starcoder": _DIGITS_GPT2,
     "refact": _DIGITS_GPT2,

@@ -98,7 +98,7 @@ class Vocabulary:
 
 # llama.cpp's defaults of add_bos_token
 _DEFAULT_BOS: Mapping[str, bool] = {"llama": True}
-_PRE_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken")
+_PRE_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken", "pixtral")
 
 
 def read_vocabulary(file: GGUFFile) -> Vocabulary:
