@@ -21,7 +21,7 @@ from types import ModuleType
 
 from app.commands.answer import AnswerPrinter
 from app.commands.chat_client import ChatMessage, ChatOptions, stream_chat
-from app.commands.chat_commands import ChatCommands, ChatState
+from app.commands.chat_commands import ChatCommands, ChatState, find_image_path
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.core.errors import AppError
@@ -74,7 +74,10 @@ class Chat:
     def _take_turn(self) -> bool:
         """Reads a message or a command. Returns whether the chat continues."""
         text, is_command = _read_message(self._read_line)
-        if is_command:
+        if (dropped := find_image_path(text)) is not None:
+            path, text = dropped
+            self._commands.attach(path)
+        elif is_command:
             return self._commands.run(text)
         if text.strip():
             self._answer(text)
@@ -84,7 +87,9 @@ class Chat:
         """Answers a message. The conversation keeps the answer as far as it was generated. A
         message without any answer is removed."""
         state = self._state
-        messages = [*state.messages, ChatMessage(role="user", content=text)]
+        question = ChatMessage(role="user", content=text, images=state.images)
+        state.images = ()
+        messages = [*state.messages, question]
         printer = AnswerPrinter(
             state.endpoint.model, verbose=state.verbose, load=self._engine.take_load_seconds()
         )

@@ -4,6 +4,7 @@ Knows: OpenAI's request and stream, and the comments that report loading and pre
 terminals, the commands.
 """
 
+import base64
 import json
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from app.core.events import (
     Timings,
     Usage,
 )
+from app.images.input import read_image
 
 ChatEvent = ModelLoading | PrefillProgress | ReasoningDelta | TextDelta | Finish
 
@@ -34,8 +36,20 @@ _QUEUED_COMMENT = re.compile(r": ?waiting to load")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
+    """images: data URLs, which come before the content."""
+
     role: str
     content: str
+    images: tuple[str, ...] = ()
+
+    def render(self) -> Mapping[str, Any]:
+        """Returns the message of a request."""
+        if not self.images:
+            return {"role": self.role, "content": self.content}
+        parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        if self.content:
+            parts.append({"type": "text", "text": self.content})
+        return {"role": self.role, "content": parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +91,7 @@ def build_request(
     system = [] if options.system is None else [ChatMessage(role="system", content=options.system)]
     body: dict[str, Any] = {
         "model": model,
-        "messages": [
-            {"role": message.role, "content": message.content} for message in [*system, *messages]
-        ],
+        "messages": [message.render() for message in [*system, *messages]],
         "stream": True,
         **options.parameters,
     }
@@ -166,3 +178,15 @@ def read_format(text: str) -> str | Mapping[str, Any]:
             return cast("dict[str, Any]", schema)
         why = f"{text} is not a JSON schema, which is an object"
     raise AppError(ErrorKind.INVALID, f"--format is json or a file with a JSON schema: {why}")
+
+
+def read_image_file(path: Path) -> str:
+    """Returns an image as a data URL. Raises AppError(INVALID) if the file is not an image that a
+    server accepts."""
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror or error}"
+        raise AppError(ErrorKind.INVALID, message) from error
+    image = read_image(data, param=str(path))
+    return f"data:image/{image.format};base64,{base64.b64encode(data).decode()}"

@@ -1,14 +1,17 @@
-"""The commands of a chat: /set, /show, /load, /save, /clear, /help and /bye, as in Ollama.
+"""The commands of a chat: /set, /show, /load, /save, /clear, /help and /bye, as in Ollama, and
+/image.
 
 Knows: their words, the state of a chat. Must not know: the terminal's line editor, answers.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from app.commands.chat_client import ChatMessage, ChatOptions, read_format
+from app.commands.chat_client import ChatMessage, ChatOptions, read_format, read_image_file
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.commands.servers import RunningServer
@@ -25,6 +28,8 @@ HELP = """\
   /set history | nohistory  keep the lines that you type for the next chat, or not
   /show [info | parameters | system | template | license]
                             describe the model
+  /image FILE               send an image with the next message; a file that is dropped on the
+                            terminal does the same
   /load MODEL               chat with another model, in a new conversation
   /save NAME                save the system message, the parameters and the conversation as a model
   /clear                    start a new conversation
@@ -33,11 +38,16 @@ HELP = """\
   \"\"\" begins and ends a message of several lines. Ctrl-C stops the answer.
 """
 
-_COMMANDS = ("/set", "/show", "/load", "/save", "/clear", "/help", "/?", "/bye", "/exit")
+_COMMANDS = ("/set", "/show", "/image", "/load", "/save", "/clear", "/help", "/?", "/bye", "/exit")
 _SETTABLE = (
     *("system", "parameter", "think", "nothink", "format", "noformat"),
     *("verbose", "quiet", "history", "nohistory"),
 )
+
+# a path in quotes, or with backslashes before spaces
+_PATH = re.compile(r"""\s*(?:'([^']+)'|"([^"]+)"|((?:\\.|[^\s\\'"])+))(?=\s|$)""")
+
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 # Ollama's name of a limit -> its name in a request
 _LIMITS = {"num_predict": "max_tokens", "max_tokens": "max_tokens"}
@@ -58,13 +68,15 @@ _KNOBS: Mapping[str, SamplingKnob] = {
 
 @dataclass(slots=True)
 class ChatState:
-    """A chat. messages: the conversation without the system message."""
+    """A chat. messages: the conversation without the system message. images: data URLs for the next
+    message."""
 
     endpoint: Endpoint
     options: ChatOptions
     verbose: bool = False
     history: bool = True
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
+    images: tuple[str, ...] = ()
 
 
 class ChatCommands:
@@ -87,7 +99,10 @@ class ChatCommands:
                 print(HELP.format(parameters=f"{parameters}, max_tokens"), end="")
             case "/clear":
                 self._state.messages.clear()
+                self._state.images = ()
                 print("Started a new conversation.")
+            case "/image":
+                self._attach(rest)
             case "/load":
                 self._load(rest)
             case "/save":
@@ -101,6 +116,17 @@ class ChatCommands:
                     f"unknown command {command}{suggest(command, _COMMANDS)}; /? lists the commands"
                 )
         return True
+
+    def _attach(self, rest: str) -> None:
+        if not rest:
+            raise _usage_error("which image? /image FILE")
+        dropped = find_image_path(rest)
+        self.attach(dropped[0] if dropped is not None else Path(rest))
+
+    def attach(self, path: Path) -> None:
+        """Sends an image with the next message. Raises AppError(INVALID)."""
+        self._state.images += (read_image_file(path),)
+        print(f"The next message has the image {path.name}.")
 
     def _load(self, name: str) -> None:
         if not name:
@@ -187,6 +213,19 @@ class ChatCommands:
             listed = ", ".join(shows)
             raise _usage_error(f"/show {what} is unknown{suggest(what, shows)}: /show {listed}")
         print(show())
+
+
+def find_image_path(line: str) -> tuple[Path, str] | None:
+    """Returns the path of an image file at the start of a line, and the rest of the line; None if
+    there is none. Terminals type the path of a file that is dropped on them, in quotes or with
+    backslashes before spaces."""
+    found = _PATH.match(line)
+    if found is None:
+        return None
+    path = Path(found[1] or found[2] or re.sub(r"\\(.)", r"\1", found[3])).expanduser()
+    if path.suffix.lower() not in _IMAGE_SUFFIXES or not path.is_file():
+        return None
+    return path, line[found.end() :].strip()
 
 
 def _get_model_parameters(options: ChatOptions) -> Mapping[str, Any]:

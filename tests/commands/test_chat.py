@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from ctypes.util import find_library
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.api.asgi import serve_app
 from tests.commands.run_command import ANSWER, QUESTION, FakeTerminal, OwnEngines, Runner
 from tests.commands.thread_server import ThreadServer, run_thread_server
 from tests.fakes import CARD, FakeGenerate, build_fake_app
+from tests.image_files import make_png
 from tests.terminal_process import CTRL_D, ENTER, TerminalProcess, make_environ
 
 ESCAPE = "\x1b"
@@ -79,6 +81,33 @@ def test_commands(chat_here: Callable[..., list[str]], server: ThreadServer):
     for (line, text), reply in zip(expected.items(), replies, strict=True):
         assert text in reply, line
     assert last == ""
+
+
+def test_an_image_is_sent_with_the_next_message(
+    chat_here: Callable[..., list[str]], tmp_path: Path
+):
+    """A dropped file is its path; the text after it is the message."""
+    image, text = tmp_path / "a cat.png", tmp_path / "a.png"
+    image.write_bytes(make_png(5))
+    text.write_text("no image")
+    generate = FakeGenerate()
+    with serve_app(build_fake_app(generate, Settings())) as url:
+        port = url.rpartition(":")[2]
+        expected = {
+            "/image": "which image? /image FILE",
+            f"/image {tmp_path}/b.png": "cannot be read: No such file",
+            f"/image {text}": "is not an image in a known format",
+            f"/image {image}": "The next message has the image a cat.png.",
+            f"'{image}' what?": "The next message has the image a cat.png.",
+            f"{str(image).replace(' ', chr(92) + ' ')} and?": "The next message has the image",
+        }
+        lines = [*expected, "/bye"]
+        [_, *replies, _] = chat_here(CARD.id, "--port", port, lines=lines)
+    for (line, reply), shown in zip(expected.items(), replies, strict=True):
+        assert reply in shown, line
+    prompts = [request.prompt for request in generate.opened]
+    sent = [prompt.messages[-1] for prompt in prompts if isinstance(prompt, Conversation)]
+    assert [(one.content, len(one.images)) for one in sent] == [("what?", 2), ("and?", 1)]
 
 
 def test_one_word_that_is_no_model_gets_a_hint(
