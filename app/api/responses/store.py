@@ -30,9 +30,10 @@ from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.http.responses import JsonObject
 
 MAX_RESPONSES = 4096
-MAX_BYTES = 64 << 20
-# maximum size in bytes of one response with its input; a larger response is not stored
-MAX_RESPONSE_BYTES = 4 << 20
+MAX_BYTES = 128 << 20
+# maximum size in bytes of one response with its input, which may have images; a larger response is
+# not stored
+MAX_RESPONSE_BYTES = 24 << 20
 
 # overhead in bytes of a response and of an item's index entry, in addition to the JSON
 _OVERHEAD, _ITEM_OVERHEAD = 1024, 256

@@ -188,13 +188,13 @@ def test_a_response_belongs_to_the_key_that_created_it():
 def test_large_responses_of_one_key_do_not_evict_those_of_another():
     server = Server(keys=("light", "heavy"))
     created = server.create(key="light")
-    large = [server.create(key="heavy", input="x" * (3 << 20))["id"] for _ in range(24)]
+    large = [server.create(key="heavy", input="x" * (6 << 20))["id"] for _ in range(24)]
     found = [server("GET", f"{URL}/{id_}", key="heavy").status for id_ in (large[0], large[-1])]
     assert found == [404, 200]
     assert server("GET", f"{URL}/{created['id']}", key="light").json == created
-    too_large = server.create(key="heavy", input="x" * (5 << 20))
+    too_large = server.create(key="heavy", input="x" * (25 << 20))
     reply = server("GET", f"{URL}/{too_large['id']}", key="heavy")
-    assert (reply.status, "larger than 4 MiB are not stored" in reply.body.decode()) == (
+    assert (reply.status, "larger than 24 MiB are not stored" in reply.body.decode()) == (
         404,
         True,
     )
