@@ -193,6 +193,7 @@ class _RunningServer:
             save_defaults=None if self._config is None else self._config.save_defaults,
             can_reload=self._ranks is None,
             image_decoder=self._image_decoder,
+            image_hosts=settings.image_hosts,
         )
         observers = (self._tracing, self._terminal)
         app = build_app(

@@ -292,6 +292,12 @@ GROUPS = (
                 other_names="image-max-tokens mm-processor-kwargs max-image-tokens",
             ),
             make_option(
+                "image_hosts",
+                value_types.public_hosts(),
+                "host from which images may be fetched, by its exact name and by https; repeatable",
+                other_names="allowed-media-domains allow-image-hosts media-domains",
+            ),
+            make_option(
                 "kv",
                 value_types.choice(*get_args(KVPrecision)),
                 "precision of the KV cache; auto: that of the checkpoint, so that bfloat16 models "

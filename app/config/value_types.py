@@ -313,6 +313,16 @@ def host_names() -> ValueType:
     return ValueType(description=what, metavar="NAME", parse=parse, is_list=True)
 
 
+def public_hosts() -> ValueType:
+    def parse(word: str) -> str:
+        if not is_host_name(word) or word.startswith(".") or "." not in word:
+            raise ValueError
+        return word.lower()
+
+    what = "the exact name of a host, such as images.example.org (no port, no subdomains)"
+    return ValueType(description=what, metavar="HOST", parse=parse, is_list=True)
+
+
 def url() -> ValueType:
     """The URL of an OpenTelemetry collector. Credentials do not belong in the URL, but in
     OpenTelemetry's own variable for headers (OTEL_EXPORTER_OTLP_HEADERS)."""

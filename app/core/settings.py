@@ -149,7 +149,8 @@ class Settings:
     prefixes and working space of all models; None chooses a value for the device.
 
     vision: whether the vision towers of models are loaded. image_tokens: the maximum number of
-    tokens per image; a larger image is scaled down.
+    tokens per image; a larger image is scaled down. image_hosts: the exact names of the hosts from
+    which images may be fetched by https.
 
     cache: the prefix cache policy; None uses single for one sequence, else radix. multi_user:
     whether slots are selected for many users rather than for a single user. exact: whether prefill
@@ -209,6 +210,7 @@ class Settings:
     adapters: tuple[AdapterSettings, ...] = ()
     vision: bool = True
     image_tokens: int = 4096
+    image_hosts: tuple[str, ...] = ()
     multi_user: bool = False
     exact: bool = False
     prefill_chunk: int | None = None

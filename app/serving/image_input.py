@@ -7,11 +7,19 @@ replaced by a text, and the response has a notice: an error would end the conver
 client sends the same turns with every later request.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from app.core.errors import AppError, ErrorKind
-from app.core.images import ContentPart, Image, PlacedImage, join_parts, split_parts
+from app.core.images import (
+    ContentPart,
+    Image,
+    PlacedImage,
+    RemoteImage,
+    join_parts,
+    split_parts,
+)
 from app.core.request_context import omit_image
 from app.core.requests import Conversation, GenerateRequest, Message
 from app.images.decoder import ImageDecoder
@@ -24,6 +32,10 @@ MAX_IMAGES = 100
 _MAX_NAMES = 5
 
 Reject = Callable[[PlacedImage], AppError | None]
+Fetch = Callable[[RemoteImage], Awaitable[Image]]
+
+# returns the image that the model gets, or the reason why it gets none
+_Decide = Callable[[PlacedImage], Image | RemoteImage | AppError]
 
 
 def iter_images(request: GenerateRequest) -> Iterator[PlacedImage]:
@@ -70,25 +82,51 @@ def _find_error(placed: PlacedImage, broken: Mapping[bytes, AppError]) -> AppErr
 def omit_images(request: GenerateRequest, reject: Reject) -> GenerateRequest:
     """Replaces images by a text. reject: returns the reason why the model cannot get an image, or
     None. Raises the reason for an image that is required."""
+    return _replace_images(request, lambda placed: reject(placed) or placed.image)
+
+
+async def fetch_images(request: GenerateRequest, fetch: Fetch) -> GenerateRequest:
+    """Fetches the images that were sent as addresses. Omits those that cannot be fetched. Raises
+    AppError(INVALID) if one belongs to the user's new question."""
+    remote = [one.image for one in iter_images(request) if isinstance(one.image, RemoteImage)]
+    if not remote:
+        return request
+
+    async def try_fetch(image: RemoteImage) -> Image | AppError:
+        try:
+            return await fetch(image)
+        except AppError as error:
+            return error
+
+    fetched = dict(zip(remote, await asyncio.gather(*map(try_fetch, remote)), strict=True))
+    return _replace_images(
+        request,
+        lambda placed: placed.image if isinstance(placed.image, Image) else fetched[placed.image],
+    )
+
+
+def _replace_images(request: GenerateRequest, decide: _Decide) -> GenerateRequest:
     conversation = request.prompt
     if not isinstance(conversation, Conversation):
         return request
-    messages = tuple(_omit_images(message, reject) for message in conversation.messages)
+    messages = tuple(_replace_in_message(message, decide) for message in conversation.messages)
     return replace(request, prompt=replace(conversation, messages=messages))
 
 
-def _omit_images(message: Message, reject: Reject) -> Message:
+def _replace_in_message(message: Message, decide: _Decide) -> Message:
     if not message.images:
         return message
     parts: list[ContentPart] = []
     for part in split_parts(message.content, message.images):
-        error = reject(part) if isinstance(part, PlacedImage) else None
-        if error is None or isinstance(part, str):
+        found = decide(part) if isinstance(part, PlacedImage) else part
+        if isinstance(part, str) or isinstance(found, str):
             parts.append(part)
+        elif not isinstance(found, AppError):
+            parts.append(replace(part, image=found))
         elif part.required:
-            raise error
+            raise found
         else:
-            parts.append(omit_image(error))
+            parts.append(omit_image(found))
     content, images = join_parts(parts)
     return replace(message, content=content, images=images)
 

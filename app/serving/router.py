@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from app.core.distributions import get_own_version
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
+from app.core.images import Image, RemoteImage
 from app.core.jobs import EngineStats, Ledger, PrefixSnapshot
 from app.core.limits import RequestLimits
 from app.core.logprobs import limit_logprobs
@@ -34,10 +35,12 @@ from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 from app.core.settings import MAX_DEFAULT_PARALLEL, Settings, needs_new_process
 from app.core.thread_pools import ThreadPools
 from app.images.decoder import ImageDecoder
+from app.images.fetch import ImageFetcher
+from app.images.input import read_image
 from app.images.processor import load_image_processor
 from app.runners.pool import ModelLease, ModelPool
 from app.serving.generation import Generation
-from app.serving.image_input import iter_images, limit_images, reject_all_images
+from app.serving.image_input import fetch_images, iter_images, limit_images, reject_all_images
 from app.serving.model_describer import ModelDescriber
 from app.serving.registry import ModelRegistry, RegisteredModel
 
@@ -126,7 +129,8 @@ class ModelRouter:
     check_tokenizer: raises AppError if the tokenizer must not be used in this process. library: the
     models on disk. save_defaults: writes the defaults of a model to the configuration file; None
     without a file. can_reload: whether models can be loaded again. image_decoder: decodes the
-    images of requests; None for a server without images.
+    images of requests; None for a server without images. image_hosts: the names of the hosts from
+    which images may be fetched.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class ModelRouter:
         save_defaults: Callable[[ModelDefaults], None] | None = None,
         can_reload: bool = True,
         image_decoder: ImageDecoder | None = None,
+        image_hosts: Sequence[str] = (),
     ) -> None:
         self._registry = registry
         self.library = library
@@ -156,6 +161,7 @@ class ModelRouter:
         self._workers = workers
         self._load_wait = load_wait
         self._image_decoder = image_decoder
+        self._image_fetcher = ImageFetcher(image_hosts)
         self._check_tokenizer = check_tokenizer
         self._generations: dict[str, asyncio.Task[Generation]] = {}
         self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
@@ -239,7 +245,7 @@ class ModelRouter:
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
         entry = _entry_of(model)
         request = replace(request, adapter=_adapter_of(model))
-        request = self._fit_images(entry, request)
+        request = await self._fit_images(entry, request)
         async with self._lease(entry) as lease:
             if lease.is_waiting:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
@@ -284,24 +290,26 @@ class ModelRouter:
         )
 
     async def tokenize_chat(self, model: ResolvedModel, request: GenerateRequest) -> Sequence[int]:
-        request = self._fit_images(_entry_of(model), request)
+        request = await self._fit_images(_entry_of(model), request)
         return await self._with_generation(
             model, lambda generation: generation.tokenize_chat(request)
         )
 
     async def render_chat(self, model: ResolvedModel, request: GenerateRequest) -> str:
-        request = self._fit_images(_entry_of(model), request)
+        request = await self._fit_images(_entry_of(model), request)
         return await self._with_generation(
             model, lambda generation: generation.render_chat(request)
         )
 
-    def _fit_images(self, entry: RegisteredModel, request: GenerateRequest) -> GenerateRequest:
+    async def _fit_images(
+        self, entry: RegisteredModel, request: GenerateRequest
+    ) -> GenerateRequest:
         """Omits images that the model cannot process. Raises AppError(INVALID) if they belong to
         the user's new question."""
         if next(iter_images(request), None) is None:
             return request
         if self._has_vision(entry):
-            return limit_images(request)
+            return await fetch_images(limit_images(request), self._fetch_image)
         instead: list[str] = []
         if any(placed.required for placed in iter_images(request)):
             entries = self._registry.entries()
@@ -409,6 +417,11 @@ class ModelRouter:
             or entry.files.resolve_context_length(entry.served.settings.context),
             keep_alive=entry.served.keep_alive,
         )
+
+    async def _fetch_image(self, image: RemoteImage) -> Image:
+        data = await self._image_fetcher.read_url(image.url, image.param)
+        read = partial(read_image, data, param=image.param, detail=image.detail)
+        return await self._workers.run(read, size=len(data))
 
     def _has_vision(self, entry: RegisteredModel) -> bool:
         """Returns whether requests for a model may have images. The loaded model is known to have a

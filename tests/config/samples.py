@@ -62,6 +62,9 @@ SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     ),
     "vision": (OFF, ON),
     "image_tokens": (sample("256", "256", 256), sample("1k", '"1k"', 1000)),
+    "image_hosts": (
+        sample("a.example, b.example", '["a.example", "b.example"]', ("a.example", "b.example")),
+    ),
     "kv": (sample("float32", '"float32"', "float32"), sample("auto", '"auto"', "auto")),
     "activations": (sample("auto", '"auto"', "auto"), sample("8", "8", 8)),
     "kv_layout": (sample("rows", '"rows"', "rows"), sample("slab", '"slab"', "slab")),

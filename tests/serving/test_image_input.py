@@ -1,13 +1,22 @@
 """The rule for images that a model cannot process: an error in the new question, and elsewhere a
 text with a notice."""
 
+import asyncio
+
 import pytest
 
-from app.core.errors import AppError
-from app.core.images import PlacedImage
+from app.core.errors import AppError, ErrorKind
+from app.core.images import Image, PlacedImage, RemoteImage
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.requests import Conversation, GenerateRequest, Message
-from app.serving.image_input import MAX_IMAGES, iter_images, limit_images, reject_all_images
+from app.serving.image_input import (
+    MAX_IMAGES,
+    fetch_images,
+    get_image,
+    iter_images,
+    limit_images,
+    reject_all_images,
+)
 from tests.image_files import make_image
 
 
@@ -82,6 +91,31 @@ def test_a_question_with_too_many_images_is_refused():
     images = tuple(place(required=True) for _ in range(MAX_IMAGES + 1))
     with pytest.raises(AppError, match="at most 100 images: send fewer"):
         limit_images(request_with(Message(role="user", content="", images=images)))
+
+
+def test_addresses_are_fetched_or_omitted():
+    url = "https://images.example.org/a.png"
+
+    async def fetch(image: RemoteImage) -> Image:
+        if image.url != url:
+            raise AppError(ErrorKind.INVALID, f"{image.param}: not allowed", param=image.param)
+        return make_image(7, param=image.param)
+
+    def turn(address: str, *, required: bool = False) -> Message:
+        image = RemoteImage(url=address, param="messages.0.content.0")
+        return Message(
+            role="user",
+            content="x",
+            images=(PlacedImage(offset=0, image=image, required=required),),
+        )
+
+    request = request_with(turn(url), turn("http://other"), turn(url))
+    first, second, third = get_messages(asyncio.run(fetch_images(request, fetch)))
+    assert first.images == third.images
+    assert get_image(first.images[0]).width == 7
+    assert (second.content, second.images) == ("[image omitted: not allowed]\nx", ())
+    with pytest.raises(AppError, match="not allowed"):
+        asyncio.run(fetch_images(request_with(turn("http://other", required=True)), fetch))
 
 
 def test_requests_without_a_conversation_have_no_images():
