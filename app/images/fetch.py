@@ -1,4 +1,4 @@
-"""Fetches images from the hosts that an administrator allows (`--image-hosts`).
+"""Fetches images from the hosts that an administrator allows (`--image-host`).
 
 Knows: URLs, name resolution, TLS, HTTP/1.1. Must not know: dialects, image formats.
 
@@ -98,7 +98,7 @@ class ImageFetcher:
             raise FetchError("only plain https URLs with the name of a host are allowed")
         host = match[1].lower()
         if host not in self._hosts:
-            raise FetchError("its host is not allowed on this server (--image-hosts)")
+            raise FetchError("its host is not allowed on this server (--image-host)")
         return host, match[2] or "/"
 
     async def _choose_address(self, host: str) -> str:
