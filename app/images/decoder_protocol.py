@@ -23,11 +23,11 @@ PREFIX = struct.Struct(">IQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLimits:
-    """The limits of the process. memory: address space in bytes; in it, an image of the maximum
-    size takes 0.5 GB. cpu: CPU seconds per image. wall: seconds per image, for an overloaded
+    """The limits of the process. memory: address space in bytes; an image of the maximum size takes
+    half of the default. cpu: CPU seconds per image. wall: seconds per image, for an overloaded
     machine. images: after this number, the process is replaced."""
 
-    memory: int = 1536 << 20
+    memory: int = 1 << 30
     cpu: int = 10
     wall: float = 30.0
     images: int = 1000

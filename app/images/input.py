@@ -1,6 +1,6 @@
 """Turns the image of a request into an `Image`: base64, data URLs and the header of the file.
 
-Knows: base64, data URLs (RFC 2397), the limits on the images of a request.
+Knows: base64, data URLs (RFC 2397), the errors of images.
 Must not know: dialects, models, pixels.
 
 Every dialect reads its images here, so that no route has other limits.
@@ -13,8 +13,6 @@ import hashlib
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.images import Image, ImageDetail
 from app.images.headers import MAX_BYTES, SUPPORTED, HeaderError, read_header
-
-MAX_IMAGES = 100
 
 # base64 takes four characters for three bytes; white space is not counted
 _MAX_BASE64_CHARS = (MAX_BYTES + 2) // 3 * 4
@@ -90,14 +88,6 @@ def decode_base64(text: str, param: str) -> bytes:
             else "the image is not valid base64: encode the bytes of the file"
         )
         raise invalid_image(param, reason) from error
-
-
-def check_image_count(count: int, param: str) -> None:
-    """Raises AppError(INVALID) if a request has more than `MAX_IMAGES` images."""
-    if count > MAX_IMAGES:
-        raise invalid_image(
-            param, f"the request has {count} images, but the maximum is {MAX_IMAGES}: remove some"
-        )
 
 
 def invalid_image(param: str, reason: str) -> AppError:

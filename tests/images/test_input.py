@@ -7,7 +7,7 @@ import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.images.headers import MAX_BYTES
-from app.images.input import check_image_count, decode_base64, decode_data_url, read_image
+from app.images.input import decode_base64, decode_data_url, read_image
 from tests.images.samples import encode, make_exif, make_gradient
 
 PNG = encode(make_gradient(40, 24))
@@ -97,9 +97,3 @@ def test_too_long_base64_is_not_decoded():
         decode_base64("A" * (MAX_BYTES // 3 * 4 + 8), PARAM)
     spaced = " " * (MAX_BYTES * 2) + TEXT
     assert decode_base64(spaced, PARAM) == PNG
-
-
-def test_a_request_has_at_most_100_images():
-    check_image_count(100, "messages")
-    with pytest.raises(AppError, match="101 images, but the maximum is 100"):
-        check_image_count(101, "messages")

@@ -324,3 +324,19 @@ class TestVocabulary:
         path = tmp_path / "tokenizer.json"
         path.write_text(text)
         assert read_vocabulary(path, {}, {}).size is None
+
+
+def test_the_settings_of_the_image_processor_are_those_of_both_files(folder: Path):
+    assert store.resolve(str(folder)).processor_config == {}
+    old = {"patch_size": 14, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(old))
+    assert store.resolve(str(folder)).processor_config == old
+    new = {"processor_class": "Processor", "image_processor": {"patch_size": 16}}
+    (folder / "processor_config.json").write_text(json.dumps(new))
+    assert store.resolve(str(folder)).processor_config == {"patch_size": 16, "merge_size": 2}
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_a_damaged_configuration_of_the_image_processor_is_named(folder: Path, name: str):
+    (folder / name).write_text("[")
+    assert name in complaint(folder)

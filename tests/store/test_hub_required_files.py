@@ -36,3 +36,9 @@ def test_a_tiktoken_model_replaces_a_tokenizer_json() -> None:
     assert select_files(listing) == ["config.json", "tiktoken.model", "model.safetensors"]
     with pytest.raises(AppError, match=r"has no tokenizer\.json, which is required"):
         check_loadable("org/other", [name for name in listing if name != "tiktoken.model"])
+
+
+def test_the_settings_of_the_image_processor_are_downloaded() -> None:
+    names = ["preprocessor_config.json", "processor_config.json"]
+    listing = ["config.json", "model.safetensors", *names, "tokenizer.json"]
+    assert set(names) < set(select_files(listing))

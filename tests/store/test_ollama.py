@@ -156,3 +156,12 @@ def test_a_missing_required_layer_is_reported(
 ) -> None:
     ollama.write("tiny", [layer for layer in layers if layer.get("name") != file])
     assert f"has no {file} layer" in refusal()
+
+
+def test_the_settings_of_the_image_processor_are_read(
+    ollama: OllamaStore, layers: list[dict[str, Any]]
+) -> None:
+    old = ollama.json("json", {"patch_size": 14, "merge_size": 2}, "preprocessor_config.json")
+    new = ollama.json("json", {"image_processor": {"patch_size": 16}}, "processor_config.json")
+    ollama.write("tiny", [*layers, old, new])
+    assert store.find("tiny").processor_config == {"patch_size": 16, "merge_size": 2}
