@@ -100,7 +100,7 @@ class VisionTower(nn.Module):
 
     def begin(self, tiles: Sequence[mx.array]) -> "Encoding":
         """Begins to compute an image. tiles: its parts, each [height, width, 3] uint8, whose sides
-        are multiples of patch_size * merge_size. Evaluates nothing."""
+        are multiples of patch_size * merge_size, or equal tile_size. Evaluates nothing."""
         return Encoding(self, tiles)
 
     def encode(self, tiles: Sequence[mx.array]) -> ImageFeatures:
@@ -175,9 +175,12 @@ class VisionTower(nn.Module):
 
     def _count_patches(self, size: Size) -> tuple[int, int]:
         height, width = size
-        if self.tile_size is not None and size != (self.tile_size, self.tile_size):
-            wanted = f"{self.tile_size} x {self.tile_size}"
-            raise ValueError(f"a tile of {width} x {height} pixels does not have {wanted}")
+        if self.tile_size is not None:
+            if size != (self.tile_size, self.tile_size):
+                wanted = f"{self.tile_size} x {self.tile_size}"
+                raise ValueError(f"a tile of {width} x {height} pixels does not have {wanted}")
+            # a remainder is cut off, as by a convolution (SmolVLM: 384 pixels, patches of 14)
+            height = width = self.tile_size // self.patch_size * self.patch_size
         side = self.patch_size * self.merge_size
         if height < 1 or width < 1 or height % side or width % side:
             raise ValueError(f"a tile of {width} x {height} pixels is not made of {side} x {side}")
@@ -212,7 +215,7 @@ class VisionTower(nn.Module):
         dtype = _find_dtype(self.stack[0] if self.stack else self)
         patches = make_patches(
             self._pixels,
-            tile,
+            tile[: height * self.patch_size, : width * self.patch_size],
             self.patch_size,
             self.merge_size,
             channels_last=self.channels_last,

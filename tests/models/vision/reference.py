@@ -347,9 +347,9 @@ CASES: Mapping[str, Case] = {
         kind="Idefics3ForConditionalGeneration",
         config={
             "text_config": {**_TEXT, "model_type": "llama"},
-            "vision_config": {**_SIGLIP, "image_size": 64, "patch_size": 16},
+            "vision_config": {**_SIGLIP, "image_size": 70, "patch_size": 16},
         },
-        images=([(64, 64)] * 2,),
+        images=([(70, 70)] * 2,),
         compute=_smolvlm,
     ),
     "lfm2_vl": Case(
