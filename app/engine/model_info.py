@@ -20,6 +20,8 @@ from app.engine.weights import open_model
 from models import architectures
 from models.base import ModelError
 from models.checkpoint_config import get_text_config, is_encoder, is_multimodal
+from models.gguf.ggml_types import GGML_TYPES
+from models.gguf.layers import GgufLayer
 from models.published_formats import Conversion
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,8 @@ class ParameterCount:
     parameters: the number of parameters. In a packed weight, one element contains several
         parameters.
     nbytes: the total size in bytes.
-    by_format: the number of parameters by storage format (`4-bit affine`, `bfloat16`), most common
-        format first.
+    by_format: the number of parameters by storage format (`4-bit affine`, `bfloat16`, `Q4_K`),
+        most common format first.
     conversion: how weights in a format of another quantizer are converted, if there are any.
     shares_pass: whether the rows of a batch are computed in one pass; False for some classes of
         mlx-lm.
@@ -107,9 +109,13 @@ def count_parameters(files: ModelFiles) -> ParameterCount:
 def _count_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Yields the format, the number of parameters and the bytes of each array of the module,
     without its children."""
+    if isinstance(module, GgufLayer):
+        yield GGML_TYPES[module.type_id].name, module.num_weights, module["weight"].nbytes
     packed: Any = module if "scales" in module and hasattr(module, "bits") else None
     for name, array in module.items():
         if not isinstance(array, mx.array) or name.startswith("_"):
+            continue
+        if name == "weight" and isinstance(module, GgufLayer):
             continue
         if packed is None or name not in ("weight", *_QUANTIZATION_ARRAYS):
             yield str(array.dtype).removeprefix("mlx.core."), array.size, array.nbytes

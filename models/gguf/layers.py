@@ -49,7 +49,8 @@ class StoredBlocks:
 
 class GgufLayer(nn.Module):
     """The common part of the layers. weight: uint8 [..., out, bytes per row]. inputs, outputs: the
-    shape of the dequantized matrix."""
+    shape of the dequantized matrix. num_weights: the number of its elements, or of all matrices of
+    a stack."""
 
     def __init__(self, plain: Any, type_id: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class GgufLayer(nn.Module):
                 f"rows of {self.inputs} weights cannot have the type {kind.name}, whose blocks "
                 f"have {kind.elements} weights"
             )
-        self.type_id = type_id
+        self.type_id, self.num_weights = type_id, plain.weight.size
         row_bytes = self.inputs // kind.elements * kind.nbytes
         self.weight = mx.zeros((*outer, self.outputs, row_bytes), mx.uint8)
         if "bias" in plain:

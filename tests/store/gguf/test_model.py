@@ -10,6 +10,7 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
+from app.engine.model_info import count_parameters
 from app.engine.weights import list_parameters, open_model, read_weights
 from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions
@@ -89,6 +90,25 @@ def test_quantized_weights_take_the_memory_of_the_file(tmp_path: Path) -> None:
     model = open_model(complete_config(store.resolve(str(path))), None)
     assert sum(array.nbytes for array in list_parameters(model)) <= 1.05 * path.stat().st_size
     assert is_batch_invariant(model)
+
+
+@pytest.mark.skipif(kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}")
+def test_parameters_are_counted_by_the_types_of_the_file(tmp_path: Path) -> None:
+    types = gguf.GGMLQuantizationType
+
+    def choose_type(name: str) -> gguf.GGMLQuantizationType | None:
+        return types.Q8_0 if "token_embd" in name else types.Q4_0
+
+    path = write_tiny(tmp_path / "m.gguf", hidden_size=64, intermediate_size=128)
+    blocks = write_tiny(
+        tmp_path / "b.gguf", hidden_size=64, intermediate_size=128, quantize=choose_type
+    )
+    plain, packed = (
+        count_parameters(complete_config(store.resolve(str(one)))) for one in (path, blocks)
+    )
+    assert packed.parameters == plain.parameters
+    assert set(packed.by_format) == {"Q4_0", "Q8_0", "float32"}
+    assert packed.bits_per_parameter < 10
 
 
 def test_a_split_model_is_named_by_any_of_its_files(tmp_path: Path) -> None:
