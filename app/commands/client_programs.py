@@ -42,12 +42,14 @@ _COMPACT_SHARE = 0.9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """The server and the model that a program uses. url: without a path. api_key: None if the
-    server requires none. context_length: the number of positions in a sequence."""
+    server requires none. context_length: the number of positions in a sequence. vision: whether
+    messages may have images."""
 
     url: str
     model: str
     context_length: int
     api_key: str | None = None
+    vision: bool = False
 
     @property
     def openai_url(self) -> str:
@@ -168,7 +170,14 @@ def _configure_codex(endpoint: Endpoint, folder: Path) -> ProgramSettings:
 def _configure_opencode(endpoint: Endpoint, folder: Path) -> ProgramSettings:
     model = f"{_PROVIDER}/{endpoint.model}"
     key = endpoint.key if endpoint.api_key is None else f"{{env:{KEY_VARIABLE}}}"
-    limit = {"context": endpoint.context_length, "output": endpoint.max_response}
+    properties: dict[str, object] = {
+        "name": endpoint.model,
+        "tool_call": True,
+        "limit": {"context": endpoint.context_length, "output": endpoint.max_response},
+    }
+    if endpoint.vision:
+        properties["attachment"] = True
+        properties["modalities"] = {"input": ["text", "image"], "output": ["text"]}
     configuration = {
         "model": model,
         "small_model": model,
@@ -183,9 +192,7 @@ def _configure_opencode(endpoint: Endpoint, folder: Path) -> ProgramSettings:
                     "apiKey": key,
                     "timeout": CLIENT_TIMEOUT * 1000,
                 },
-                "models": {
-                    endpoint.model: {"name": endpoint.model, "tool_call": True, "limit": limit}
-                },
+                "models": {endpoint.model: properties},
             }
         },
     }
@@ -209,6 +216,7 @@ def _configure_aider(endpoint: Endpoint, folder: Path) -> ProgramSettings:
             "output_cost_per_token": 0,
             "litellm_provider": "openai",
             "mode": "chat",
+            **({"supports_vision": True} if endpoint.vision else {}),
         }
     }
     file = "models.json"
@@ -275,7 +283,7 @@ def _configure_continue(endpoint: Endpoint, folder: Path) -> ProgramSettings:
         "apiBase": endpoint.openai_url,
         "apiKey": endpoint.key,
         "roles": ["chat", "edit", "apply"],
-        "capabilities": ["tool_use"],
+        "capabilities": ["tool_use", *(["image_input"] if endpoint.vision else [])],
         "contextLength": endpoint.context_length,
         "defaultCompletionOptions": {
             "contextLength": endpoint.context_length,

@@ -306,6 +306,7 @@ def select_endpoint(
         model=name,
         context_length=int(cards[name].get("context_length") or 0),
         api_key=server.api_key,
+        vision="image" in (cards[name].get("input_modalities") or ()),
     )
 
 

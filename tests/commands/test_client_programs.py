@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,21 @@ def test_requests_to_the_server_bypass_a_proxy():
     assert merged["NO_PROXY"] == "internal,127.0.0.1"
     assert merged["no_proxy"] == "internal,127.0.0.1"
     assert "NO_PROXY" not in merge_environment({}, configure("aider"), ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    ("program", "setting"),
+    [
+        ("opencode", '"modalities": {"input": ["text", "image"], "output": ["text"]}'),
+        ("aider", '"supports_vision": true'),
+        ("continue", '"image_input"'),
+    ],
+)
+def test_a_program_sends_images_only_to_a_model_that_processes_them(program: str, setting: str):
+    def render(*, vision: bool) -> str:
+        settings = configure(program, replace(ENDPOINT, vision=vision))
+        return "\n".join(filter(None, [*settings.variables.values(), *settings.files.values()]))
+
+    joined = " ".join(render(vision=True).split())
+    assert setting in joined
+    assert setting not in " ".join(render(vision=False).split())
