@@ -191,7 +191,7 @@ def _make_text(transformers: Any, family: Family, output: Any, processor: Any) -
         own = SimpleNamespace(boi_token="<|image>", image_token="<|image|>", eoi_token="<image|>")
         make = transformers.Gemma4Processor.replace_image_token
     elif kind in ("mistral3", "pixtral"):
-        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+        from transformers.models.pixtral import processing_pixtral
 
         own = SimpleNamespace(
             patch_size=family.config["vision_config"]["patch_size"],
@@ -200,7 +200,7 @@ def _make_text(transformers: Any, family: Family, output: Any, processor: Any) -
             image_break_token="[IMG_BREAK]",
             image_end_token="[IMG_END]",
         )
-        make = PixtralProcessor.replace_image_token
+        make: Any = processing_pixtral.PixtralProcessor.replace_image_token
     else:
         vision = family.config["vision_config"]
         side = vision["image_size"] // vision["patch_size"]

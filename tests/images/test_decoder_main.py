@@ -67,7 +67,7 @@ def test_greys_of_16_bits_are_scaled():
 
 def test_cmyk_is_converted():
     data = encode(PillowImage.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG")
-    red, green, blue = show(data).getpixel((8, 8))
+    red, green, blue = show(data).tobytes()[:3]
     assert red > 240
     assert max(green, blue) < 15
 
@@ -85,7 +85,7 @@ def test_the_first_picture_of_a_multi_picture_file_is_shown():
         append_images=[PillowImage.new("RGB", (16, 16), "blue")],
         save_all=True,
     )
-    assert show(data).getpixel((8, 8))[0] > 240
+    assert show(data).tobytes()[0] > 240
 
 
 def test_tiles_are_resized_in_steps_and_cropped():
