@@ -102,7 +102,9 @@ class ImageChunkCache:
         later keys. Raises ValueError if a group does not end in the chunk."""
         ends: dict[int, int] = {}
         for first, end in self._groups:
-            if first < start + length < end:
+            if first >= start + length:
+                continue
+            if start + length < end:
                 raise ValueError("an image must be computed in one chunk")
             ends |= dict.fromkeys(range(max(first, start), end - 1), end)
         return ends

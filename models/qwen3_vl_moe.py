@@ -15,6 +15,9 @@ from models.rope import Scaling
 class Config(qwen3_moe.Config):
     """The keys of config.json that this architecture reads."""
 
+    # transformers ignores the key, and always normalizes
+    norm_topk_prob: bool = True
+
     @property
     def image_positions(self) -> Literal["mrope"]:
         return "mrope"
