@@ -35,6 +35,7 @@ from app.engine.memory_profile import (
 )
 from app.engine.policy import choose_chunk_length, count_slots
 from app.engine.weights import list_parameters, open_model
+from models import architectures
 from models.base import Model, ModelError
 from models.checkpoint_config import get_text_config, num_query_heads
 from models.encoder import Encoder
@@ -61,6 +62,11 @@ _EXPERTS_PER_TOKEN_KEYS, _DEFAULT_EXPERTS_PER_TOKEN = (
 )
 
 
+# The number of image rows of Gemma 3 in config.json, the largest number of those of Gemma 4 in the
+# settings of its image processor, and the default of both.
+_ROWS_KEY, _MAX_ROWS_KEY, _DEFAULT_ATOMIC_ROWS = "mm_tokens_per_image", "max_soft_tokens", 280
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """The memory requirement of a model, and whether the model fits. All sizes are in bytes.
@@ -75,6 +81,8 @@ class Fit:
     slots: the maximum number of running sequences. This many are decoded together, but their full
         contexts do not have to fit.
     prefill_chunk: the number of prompt tokens per step.
+    pass_length: the number of prompt tokens for which a step reserves memory. It is larger than
+        `prefill_chunk` if an image has more rows, and all of them must be computed together.
     context_that_fits: the maximum context length, up to `context`, for this many sequences; 0 if no
         context length fits.
     fits: whether the server will start, because the requested context length fits or, if none was
@@ -89,6 +97,7 @@ class Fit:
     sequences: int
     slots: int
     prefill_chunk: int
+    pass_length: int
     context_that_fits: int
     fits: bool
 
@@ -110,7 +119,13 @@ def estimate_fit(files: ModelFiles, settings: Settings) -> Fit:
 
 def open_with_settings(files: ModelFiles, settings: Settings) -> Model:
     """Opens a model as the engine does, without reading its weights. See `open_model`."""
-    return open_model(files, settings.quantize, kv=settings.kv, activations=settings.activations)
+    return open_model(
+        files,
+        settings.quantize,
+        kv=settings.kv,
+        activations=settings.activations,
+        vision=settings.vision,
+    )
 
 
 def estimate_memory(
@@ -163,6 +178,7 @@ def estimate_before_load(model: Model, files: ModelFiles, settings: Settings) ->
         sequences=sequences,
         slots=slots,
         prefill_chunk=sizes.prefill_chunk,
+        pass_length=sizes.pass_length,
         context_that_fits=longest,
         fits=longest >= (context if settings.context else 1),
     )
@@ -240,8 +256,9 @@ class _ModelSizes:
             if isinstance(model, Encoder)  # computes each input as a whole
             else settings.prefill_chunk or self._default_chunk(activations, files, settings)
         )
-        self._activations = replace(activations, chunk=self.prefill_chunk)
-        self.kv_footprint = KVFootprint(kv, self.prefill_chunk)
+        self.pass_length = max(self.prefill_chunk, _count_atomic_rows(model, files))
+        self._activations = replace(activations, chunk=self.pass_length)
+        self.kv_footprint = KVFootprint(kv, self.pass_length)
 
     def _default_chunk(
         self, activations: ActivationMemory, files: ModelFiles, settings: Settings
@@ -284,6 +301,16 @@ class _ModelSizes:
         return self.weights + working + sequences * self.kv_footprint(length)
 
 
+def _count_atomic_rows(model: Model, files: ModelFiles) -> int:
+    """Returns the largest number of image rows that must be computed in one chunk; 0 if an image
+    may be split."""
+    rules = model.image_rules
+    if rules is None or not rules.atomic or architectures.get_tower(model) is None:
+        return 0
+    given = (files.config.get(_ROWS_KEY), files.processor_config.get(_MAX_ROWS_KEY))
+    return max((count for count in given if isinstance(count, int)), default=_DEFAULT_ATOMIC_ROWS)
+
+
 def _has_experts(config: Mapping[str, Any]) -> bool:
     text = get_text_config(config)
     return any(text.get(name) for name in _EXPERTS_PER_TOKEN_KEYS)
@@ -299,8 +326,11 @@ def _activation_bytes_per_token(
         _DEFAULT_EXPERTS_PER_TOKEN,
     )
     modules: Sequence[tuple[str, Any]] = model.named_modules()
-    widths = {_output_width(module, chosen) for _, module in modules}
-    # The output layer is excluded, because logits are computed for one row only.
+    widths = {
+        _output_width(module, chosen) for name, module in modules if not name.startswith("vision.")
+    }
+    # The output layer is excluded, because logits are computed for one row only. The memory of the
+    # vision tower is reserved for each image.
     widest = max(widths - {vocab}, default=0)
     last = hidden.shape[-1]
     # Model classes that return logits return only one row.

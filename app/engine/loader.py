@@ -140,7 +140,12 @@ def _load(
     kv_bytes: int | None,
 ) -> Loop:
     model = open_model(
-        files, settings.quantize, ranks, kv=settings.kv, activations=settings.activations
+        files,
+        settings.quantize,
+        ranks,
+        kv=settings.kv,
+        activations=settings.activations,
+        vision=settings.vision,
     )
     _report_conversion(model, files)
     has_limit = settings.memory is not None or kv_bytes is not None
@@ -278,7 +283,7 @@ def _profile_memory(model: Model, fit: Fit, files: ModelFiles, settings: Setting
             model,
             budget=fit.budget,
             weights=fit.weights,
-            chunk=fit.prefill_chunk,
+            chunk=fit.pass_length,
             max_batch_size=fit.slots,
             heads=num_query_heads(files.config),
             context=fit.context_that_fits,

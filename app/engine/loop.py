@@ -12,8 +12,8 @@ One step:
     sample    for sequences whose grammar needs token n: sample token n+1 from the logits
               dispatched above
     begin     build the next prompt chunk and dispatch its first layers; the last chunk of a prompt
-              samples the first token (in alternate steps, the next batch of embedding inputs
-              follows instead)
+              samples the first token (in turn with prompts, the next batch of embedding inputs or a
+              part of the vision tower follows instead)
     read      if a chunk follows, read the values of tokens n+1
 
 The output of a step is posted when it returns. MLX blocks in `async_eval` for most of a prompt
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
+from typing import Literal
 
 import mlx.core as mx
 
@@ -43,6 +44,8 @@ from app.engine.adapters import Adapters
 from app.engine.decode_slab import create_decode_slab
 from app.engine.device import detect_backend
 from app.engine.embedder import Embedder
+from app.engine.image_cache import ImageFeatureCache
+from app.engine.image_encoder import ImageEncoder
 from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.memory_budget import MemoryBudget
 from app.engine.memory_policy import MemoryRules
@@ -63,11 +66,19 @@ from app.engine.sequence import Sequence, ShiftLayers
 from app.engine.step_pacing import StepPacing
 from app.engine.wired_memory import MemoryDevice
 from app.grammar.compiler import Matcher
+from models import architectures
 from models.base import Model
 from models.cpu_layout import get_activation_bits, is_batch_invariant
 from models.kv import LayerCache
+from models.vision.tower import VisionTower
 
 log = logging.getLogger(__name__)
+
+# The part of the memory budget that the features of images may use while no sequence needs them.
+_IMAGE_CACHE_SHARE = 0.05
+
+# What a step computes besides decoding.
+_Work = Literal["embeddings", "image", "prompts"]
 
 # The sequences of one forward pass, and the numbers of their tokens.
 PassPlan = Ids[tuple[Sequence, int]]
@@ -88,6 +99,8 @@ class Loop:
         device, and nothing is wired.
     slab_policy: when sequences share a slab in decode steps.
     adapters: those of the model, if it has any.
+    image_cache_bytes: the maximum size of the features of images that no sequence needs. None for
+        a twentieth of the memory budget.
 
     The loop calls `on_stage` with the name of each stage when the stage starts. The watchdog
     reports these names.
@@ -110,10 +123,14 @@ class Loop:
         device: MemoryDevice | None = None,
         slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
         adapters: Adapters | None = None,
+        image_cache_bytes: int | None = None,
     ) -> None:
         if not is_batch_invariant(model):
             limits = replace(limits, align_chunks=True)
-        budget = _create_budget(model, memory, prefix, limits, context, rules, device)
+        if image_cache_bytes is None:
+            image_cache_bytes = int(_IMAGE_CACHE_SHARE * memory.budget)
+        features = ImageFeatureCache(image_cache_bytes)
+        budget = _create_budget(model, memory, prefix, limits, context, rules, device, features)
         self.capacity: Capacity = budget.capacity
         self.on_stage: Callable[[str], None] = lambda _: None
         self._scheduler = Scheduler(prefix, budget, limits)
@@ -139,11 +156,22 @@ class Loop:
         self._unsampled: list[BatchLogits] = []  # to be sampled in this step
         self._sampled: list[InFlight] = []  # the inputs of the next decode step
         self._unread: list[InFlight] = []
-        self._embed_next = False
+        self._next_work: _Work = "prompts"  # of the next step
+        self._last_work: _Work = "prompts"
+        self._only_pixels_missing = False
         self._counters = EngineCounters()
         self._outputs = OutputProcessor(self._scheduler, self._counters, exact=exact)
         self._embedder = Embedder(model, memory, self._scheduler, chunk=limits.max_prefill_tokens)
-        self._embedded_last = False
+        self._atomic_images = model.image_rules is not None and model.image_rules.atomic
+        self._images = ImageEncoder(
+            _find_tower(model),
+            features,
+            self._scheduler,
+            self._outputs,
+            self._counters,
+            step_seconds=limits.step_seconds,
+            clock=clock,
+        )
 
     @property
     def exceptions(self) -> int:
@@ -158,6 +186,9 @@ class Loop:
 
     @property
     def idle(self) -> bool:
+        """Whether nothing happens before the next command."""
+        if self._only_pixels_missing:
+            return True
         busy = self._scheduler.waiting or self._scheduler.running or self._outputs.has_updates
         return not busy and self._begun is None and self._embedder.idle
 
@@ -167,14 +198,35 @@ class Loop:
         if job.adapter:
             assert self._adapters is not None, "the model has no adapters"
             salt = self._adapters.salt(job.adapter)
-        self._scheduler.add(Sequence(job, vocab=self._vocab, matcher=matcher, cache_salt=salt))
+        self._only_pixels_missing = False
+        if job.images:
+            job = self._check_images(job)
+        self._scheduler.add(
+            Sequence(
+                job,
+                vocab=self._vocab,
+                matcher=matcher,
+                cache_salt=salt,
+                atomic_images=self._atomic_images,
+            )
+        )
+
+    def _check_images(self, job: Job) -> Job:
+        """Returns the job with a length that needs no context shift, which would move or cut
+        images."""
+        assert self.capacity.vision, "the model computes no images"
+        assert job.prompt_logprobs is None, "image rows have no log probabilities"
+        room = min(self._context, self.capacity.context_length) - len(job.prompt_token_ids)
+        return replace(job, max_tokens=max(1, min(job.max_tokens, room)))
 
     def embed(self, job: EmbedJob) -> None:
         assert self.capacity.hidden_size is not None, "the model returns no hidden states"
+        self._only_pixels_missing = False
         self._embedder.submit(job)
 
     def provide_images(self, job: str, images: Ids[ImagePixels]) -> None:
         """Provides pixels that a job has requested. Does nothing if the job has already ended."""
+        self._only_pixels_missing = False
         sequence = self._scheduler.find(job)
         if sequence is not None:
             sequence.provide_images(images)
@@ -182,6 +234,7 @@ class Loop:
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         """Cancels a job immediately. Does nothing if the job has already ended. `keep` limits the
         number of sampled tokens that are cached."""
+        self._only_pixels_missing = False
         self._embedder.cancel(job)
         sequence = self._scheduler.find(job)
         if sequence is not None:
@@ -201,9 +254,11 @@ class Loop:
             self._begin_prompts()
             self._await_prefills()
             self._pacing.end_step(rows=sum(len(group.sequences) for group in reading))
+            self._only_pixels_missing = self._waits_for_pixels()
         except Exception:
             log.exception("engine step failed: all running sequences are aborted")
             self._counters.exceptions += 1
+            self._only_pixels_missing = False
             self._unsampled, self._planned, self._begun = [], [], None
             self._dispatched = []
             for sequence in list(self._scheduler.running):
@@ -242,7 +297,7 @@ class Loop:
 
     def _admit(self) -> None:
         while (
-            not self._embedder.waiting_for_memory
+            not (self._embedder.waiting_for_memory or self._images.waiting_for_memory)
             and (
                 sequence := self._scheduler.next_to_start(
                     seconds_per_row=self._pacing.seconds_per_row
@@ -262,13 +317,12 @@ class Loop:
     # prompts
 
     def _begin_prompts(self) -> None:
-        """Chooses the prompt chunks or embedding inputs of the next step. A step never contains
-        both, to bound the inter-token latency of running sequences. Then reads all tokens, because
-        the next step blocks."""
-        self._embed_next = bool(self._embedder.num_jobs) and not (
-            self._embedded_last and self._prefilling()
-        )
-        if not self._embed_next:
+        """Chooses the prompt chunks, the embedding inputs or the part of an image of the next step.
+        A step contains only one of them, to bound the inter-token latency of running sequences.
+        Then reads all tokens, because the next step blocks."""
+        self._images.prepare()
+        self._next_work = self._choose_work()
+        if self._next_work == "prompts":
             self._rounds_left = self._pacing.count_next()
             self._planned = self._plan_round()
             # A pass with prompt log probabilities waits for the device while it is built.
@@ -276,7 +330,7 @@ class Loop:
                 self._begun = self._build_chunk(self._planned.pop(0))
                 if self._begun is not None:
                     self._begun.dispatch_first_layers()
-        if self._embed_next or self._planned or self._begun is not None:
+        if self._next_work != "prompts" or self._planned or self._begun is not None:
             reading, self._unread = self._unread, []
             self._read_tokens(reading)
 
@@ -284,15 +338,13 @@ class Loop:
         """Dispatches what `_begin_prompts` chose."""
         begun, self._begun = self._begun, None
         planned, self._planned = self._planned, []
-        if self._embed_next:
-            self.on_stage("embedding")
-            self._embedded_last = self._embedder.dispatch()
-            self._embedder.collect()
-            if self._embedded_last:
+        self._last_work, self._next_work = self._next_work, "prompts"
+        if self._last_work != "prompts":
+            if self._run_other_work(self._last_work):
                 return
+            self._last_work = "prompts"
             self._rounds_left = 1
             planned = self._plan_round()
-        self._embedded_last = False
         if begun is not None:
             self._dispatch_chunk(begun)
         while begun is not None or planned:
@@ -304,8 +356,48 @@ class Loop:
             self._rounds_left -= 1
             planned = self._plan_round()
 
+    def _choose_work(self) -> _Work:
+        """Returns the work of the next step. If there is work of several kinds, they take turns."""
+        available: list[tuple[_Work, bool]] = [
+            ("embeddings", bool(self._embedder.num_jobs)),
+            ("image", self._images.has_work),
+            ("prompts", bool(self._prefilling())),
+        ]
+        turn = [work for work, _ in available].index(self._last_work) + 1
+        order = available[turn:] + available[:turn]
+        for work, has_work in order:
+            if has_work:
+                return work
+        return "prompts"
+
+    def _run_other_work(self, work: _Work) -> bool:
+        """Computes embedding inputs or a part of an image, and waits for it. Returns whether there
+        was work, and enough memory."""
+        if work == "image":
+            self.on_stage("image encoding")
+            return self._images.encode()
+        self.on_stage("embedding")
+        dispatched = self._embedder.dispatch()
+        self._embedder.collect()
+        return dispatched
+
+    def _waits_for_pixels(self) -> bool:
+        """Whether all running sequences wait for pixels, and there is no other work."""
+        running = self._scheduler.running
+        return (
+            bool(running)
+            and all(sequence.awaits_features for sequence in running)
+            and not self._images.has_work
+            and not (self._planned or self._begun or self._sampled or self._unread)
+            and self._embedder.idle
+        )
+
     def _prefilling(self) -> list[Sequence]:
-        return [s for s in self._scheduler.running if s.prefilling and not s.num_in_flight]
+        return [
+            s
+            for s in self._scheduler.running
+            if s.prefilling and not s.num_in_flight and not s.awaits_features
+        ]
 
     def _plan_round(self) -> list[PassPlan]:
         """Returns the forward passes of the next round. Short prompts share a pass if the model
@@ -322,13 +414,13 @@ class Loop:
             ],
             pack=self._packs_prompts,
         )
-        parts = [
-            (prefilling[i], min(share, prefilling[i].tokens_to_next_stop)) for i, share in shares
-        ]
+        parts = [(prefilling[i], prefilling[i].limit_chunk(share)) for i, share in shares]
         if not self._packs_prompts:
             return [[part] for part in parts]
         packed = [
-            (s, n) for s, n in parts if not (s.isolated or s.num_unscored_tokens or s.job.adapter)
+            (s, n)
+            for s, n in parts
+            if not (s.isolated or s.num_unscored_tokens or s.job.adapter or s.current_image)
         ]
         return [*([packed] if packed else []), *([part] for part in parts if part not in packed)]
 
@@ -393,6 +485,7 @@ class Loop:
         sampled, self._sampled = self._sampled, []
         self._counters.preemptions += self._scheduler.make_decode_room()
         self._embedder.restart_if_reclaimed()
+        self._images.restart_if_reclaimed()
         self._shift_contexts()
         growing = [
             s for group in sampled for s in group.sequences if s.decoding and s.needs_another_token
@@ -479,6 +572,11 @@ class Loop:
                 self._handle_batch_failure(scored.sequences)
 
 
+def _find_tower(model: Model) -> VisionTower | None:
+    """Returns the model's vision tower, if the model can compute its rows."""
+    return None if model.image_rules is None else architectures.get_tower(model)
+
+
 def _create_budget(
     model: Model,
     memory: MemoryProfile,
@@ -487,6 +585,7 @@ def _create_budget(
     context: int,
     rules: MemoryRules | None,
     device: MemoryDevice | None,
+    features: ImageFeatureCache,
 ) -> MemoryBudget:
     return MemoryBudget(
         memory,
@@ -496,4 +595,6 @@ def _create_budget(
         backend=detect_backend(get_activation_bits(model)),
         rules=rules,
         device=device,
+        features=features,
+        vision=_find_tower(model) is not None,
     )

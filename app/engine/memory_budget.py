@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 
 from app.core.jobs import Capacity, ComputeBackend, Ledger
+from app.engine.image_cache import ImageFeatureCache
 from app.engine.memory_policy import MemoryPressure, MemoryRules, adjust_prefix_limit
 from app.engine.memory_profile import MemoryProfile
 from app.engine.policy import choose_growing, count_preemptions
@@ -47,9 +48,12 @@ class MemoryBudget:
         backend: ComputeBackend,
         rules: MemoryRules | None = None,
         device: MemoryDevice | None = None,
+        features: ImageFeatureCache | None = None,
+        vision: bool = False,
     ) -> None:
         self._memory = memory
         self._prefix = prefix
+        self._features = features or ImageFeatureCache(0)
         self._rules = rules or MemoryRules()
         self._device = device or MlxMemory()
         self._wired = WiredMemory(self._device, self._rules.wirable)
@@ -74,6 +78,7 @@ class MemoryBudget:
             backend=backend,
             kv_dtype=memory.kv_dtype,
             wirable=self._rules.wirable,
+            vision=vision,
         )
 
     @property
@@ -85,7 +90,7 @@ class MemoryBudget:
             budget=self._memory.budget + self._spare_bytes,
             weights=self._memory.weights,
             kv=self._sequence_bytes(running),
-            prefix=self._prefix.nbytes,
+            prefix=self._cached_bytes,
             working=self._memory.working,
             prefix_limit=self._prefix_limit,
             wired=self._wired.limit,
@@ -102,8 +107,11 @@ class MemoryBudget:
         if room <= self._free_bytes(running):
             return True
         ids, reuse = sequence.to_cache_ids(sequence.ids), sequence.may_reuse_prefix
+        atomic = sequence.atomic_ranges
         continued, enough = -1, True
-        while enough and continued != (now := self._prefix.continued_bytes(ids, reuse=reuse)):
+        while enough and continued != (
+            now := self._prefix.continued_bytes(ids, reuse=reuse, atomic=atomic)
+        ):
             # If there is nothing else to evict, this evicts the layers that would be continued.
             continued = now
             enough = self._evict_until_free(room, running, continued=continued)
@@ -128,7 +136,7 @@ class MemoryBudget:
         the memory is available. give_back: called before a sequence would have to wait or would be
         preempted; reserves 0 bytes."""
         self._give_back_slab = give_back
-        taken = sum(s.reserved_bytes for s in running) + self.borrowed_bytes
+        taken = self._sequence_bytes(running) - self.slab_bytes
         if num_bytes > max(0, (self._memory.kv_budget - taken) // 2):
             return False
         before, self.slab_bytes = self.slab_bytes, 0
@@ -219,9 +227,7 @@ class MemoryBudget:
         Called in each step."""
         if self._spare_bytes > self._desired_spare_bytes:
             self.set_spare_memory(self._desired_spare_bytes, running)
-        excess = self._prefix.nbytes - self._prefix_limit
-        if excess > 0:
-            self._prefix.evict(excess)
+        self._evict_cached(self._cached_bytes - self._prefix_limit)
         most = self._rules.max_cached_layers
         if most is not None and self._prefix.num_layers > most:
             self._evict_layers(int(_LAYERS_KEPT_SHARE * most))
@@ -263,7 +269,7 @@ class MemoryBudget:
             pressure = self._device.read_pressure()
             self._prefix_limit = adjust_prefix_limit(
                 self._prefix_limit,
-                used=self._prefix.nbytes,
+                used=self._cached_bytes,
                 full=self._full_prefix_limit,
                 pressure=pressure,
             )
@@ -280,10 +286,22 @@ class MemoryBudget:
 
     def _relieve(self, running: Ids[Sequence]) -> None:
         """Returns memory that no running sequence needs to the system."""
-        if self._prefix.nbytes > self._prefix_limit:
-            self._prefix.evict(self._prefix.nbytes - self._prefix_limit)
+        self._evict_cached(self._cached_bytes - self._prefix_limit)
         self._device.trim()
         self._wired.reduce(self.ledger(running).in_use)
+
+    @property
+    def _cached_bytes(self) -> int:
+        """The bytes of cached prefixes and of the features of images that no sequence uses."""
+        return self._prefix.nbytes + self._features.nbytes
+
+    def _evict_cached(self, num_bytes: int) -> int:
+        """Evicts cached prefixes, and then features, until `num_bytes` bytes are freed. Returns the
+        number of freed bytes."""
+        if num_bytes <= 0:
+            return 0
+        freed = self._prefix.evict(num_bytes)
+        return freed + self._features.evict(num_bytes - freed)
 
     def _cover_wired(self, running: Ids[Sequence]) -> None:
         if self._rules.wirable:
@@ -291,7 +309,7 @@ class MemoryBudget:
 
     def _sequence_bytes(self, running: Ids[Sequence]) -> int:
         """Returns the reserved bytes of running sequences, and of what grows with them."""
-        total = self.borrowed_bytes + self.slab_bytes
+        total = self.borrowed_bytes + self.slab_bytes + self._features.used_bytes
         for sequence in running:
             total += sequence.reserved_bytes
         return total
@@ -308,7 +326,8 @@ class MemoryBudget:
             return kv_budget - self._sequence_bytes(running)
         # Capacity beyond the reservation can only come from a prefix in spare memory.
         footprints = sum(self._memory.kv_footprint(s.reserved_positions) for s in running)
-        return kv_budget - self.borrowed_bytes - self.slab_bytes - footprints
+        others = self.borrowed_bytes + self.slab_bytes + self._features.used_bytes
+        return kv_budget - others - footprints
 
     def _evict_until_free(
         self, num_bytes: int, running: Ids[Sequence], *, continued: int = 0
@@ -317,7 +336,7 @@ class MemoryBudget:
         short = num_bytes - continued - self.ledger(running).free
         if short > 0:
             # The freed buffers stay in the allocator's pool, up to its limit, for the next caches.
-            short -= self._prefix.evict(short)
+            short -= self._evict_cached(short)
         if num_bytes:
             short = max(short, num_bytes - self._unreserved_bytes(running))
         if 0 < short <= self.slab_bytes:

@@ -23,13 +23,15 @@ from models.checkpoint_config import get_text_config, is_encoder, is_multimodal
 from models.gguf.ggml_types import GGML_TYPES
 from models.gguf.layers import GgufLayer
 from models.published_formats import Conversion
+from models.vision.build import is_supported
 
 log = logging.getLogger(__name__)
 
 
 def complete_config(files: ModelFiles) -> ModelFiles:
-    """Returns the same files with the config of the text model. The returned config always contains
-    the context length and the vocabulary size, for which some architectures have defaults.
+    """Returns the same files with the config of the text model, in which the context length and the
+    vocabulary size are never missing. The config of a model with a vision tower also keeps the
+    parts of the whole config, and the whole model's type.
 
     Raises AppError(MODEL_FILES) for an unsupported architecture or an incomplete config.
     """
@@ -37,12 +39,16 @@ def complete_config(files: ModelFiles) -> ModelFiles:
         facts = architectures.read_info(files.config)
     except ModelError as error:
         raise AppError(ErrorKind.MODEL_FILES, f"{files.path}: {error}") from error
-    if is_multimodal(files.config):
+    whole = files.config
+    has_tower = is_supported(whole)
+    if is_multimodal(whole) and not has_tower:
         log.info(
             "%s: loading the text model only; image and audio inputs are not supported", files.name
         )
     config = {
-        **get_text_config(files.config),
+        **(whole if has_tower else {}),
+        **get_text_config(whole),
+        **({"model_type": whole["model_type"]} if has_tower else {}),
         "max_position_embeddings": facts.context_length,
         "vocab_size": facts.vocab_size,
     }

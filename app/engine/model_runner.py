@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from app.core.images import is_row_id
 from app.engine.adapters import Adapters
 from app.engine.decode_slab import DecodeSlab
 from app.engine.sampling.logprobs import compute_prompt_logprobs
@@ -27,7 +28,9 @@ from app.engine.sequence import Sequence
 from models.base import Model, SelectPositions, select_all, select_last
 from models.batch_cache import PackedKVCache
 from models.cpu_layout import is_batch_invariant
-from models.kv import KVBuffers, LayerCache, get_position_delta
+from models.image_inputs import ImageInputs, to_model_ids
+from models.kv import KVBuffers, LayerCache, get_position_delta, set_position_delta
+from models.mrope import ImageRange, find_delta, make_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +184,7 @@ class ModelRunner:
         self._slab = slab
         self._broadcast_tokens = broadcast_tokens
         self._vocab = vocab
+        self._image_rules = model.image_rules
         # With a selection, the last layer multiplies fewer rows. Other operations would round
         # differently.
         self._selects = is_batch_invariant(model)
@@ -202,20 +206,26 @@ class ModelRunner:
         """Prefills the next `count` known tokens of one sequence. Waits for the device only if the
         job requests prompt log probabilities."""
         start = sequence.num_computed_tokens
-        tokens = mx.array([sequence.ids[start : start + count]])
+        tokens = mx.array([to_model_ids(sequence.ids[start : start + count])])
         scores_prompt = bool(sequence.num_unscored_tokens)
         select = select_all if scores_prompt else select_last
-        hidden = self._forward([sequence], tokens, sequence.kv, select)
+        self._set_position_delta(sequence)
+        images = self._make_image_inputs(sequence, start, start + count)
+        hidden = self._forward([sequence], tokens, sequence.kv, select, images)
         if scores_prompt:
             self._compute_prompt_logprobs(sequence, hidden[0])
         sequence.num_computed_tokens += count
+        self._set_position_delta(sequence)
         complete = not sequence.num_uncomputed_tokens
         scored = self._last_logits([sequence], hidden) if complete else None
         return PrefillChunk([sequence], count, scored)
 
     def prefill_packed(self, parts: Ids[tuple[Sequence, int]]) -> PrefillChunk:
         """Prefills the next `count` known tokens of each sequence in one forward pass. Every layer
-        cache must be a `KVBuffers`, and no sequence may have an adapter."""
+        cache must be a `KVBuffers`, no sequence may have an adapter, and no chunk may have image
+        rows."""
+        for sequence, _ in parts:
+            self._set_position_delta(sequence)
         sequences, counts = [s for s, _ in parts], [count for _, count in parts]
         starts = [s.num_computed_tokens for s in sequences]
         places = [range(a, a + count) for a, count in zip(starts, counts, strict=True)]
@@ -231,7 +241,8 @@ class ModelRunner:
         last = zip(parts, accumulate(counts), strict=True)
         done = [(s, end - 1) for (s, count), end in last if s.num_uncomputed_tokens == count]
         rows = mx.array([row for _, row in done], dtype=mx.int32)
-        hidden = self._forward([], mx.array(ids)[:, None], kv, lambda hidden: hidden[rows])
+        tokens = mx.array(to_model_ids(ids))[:, None]
+        hidden = self._forward([], tokens, kv, lambda hidden: hidden[rows])
         for sequence, count in parts:
             sequence.num_computed_tokens += count
         scored = self._last_logits([s for s, _ in done], hidden) if done else None
@@ -277,11 +288,51 @@ class ModelRunner:
         if sequence in self._members:
             self._members, self._sampler_batch = (), None
 
+    def _set_position_delta(self, sequence: Sequence) -> None:
+        """Sets the position of the next token on the layer caches, which may have belonged to
+        another sequence."""
+        if self._image_rules is not None and self._image_rules.positions == "mrope":
+            delta = find_delta(_image_ranges(sequence), sequence.num_computed_tokens)
+            set_position_delta(sequence.kv, delta)
+
+    def _make_image_inputs(self, sequence: Sequence, start: int, end: int) -> ImageInputs | None:
+        """Returns the image rows of a chunk; None if it has none. All of them belong to the same
+        image, whose features the sequence has."""
+        image = sequence.current_image
+        ids = sequence.ids
+        rows = [i - start for i in range(start, end) if is_row_id(ids[i])] if image else []
+        if image is None or not rows:
+            return None
+        assert end <= image.end, "the chunk has another image"
+        assert self._image_rules is not None, "the model computes no images"
+        assert sequence.features is not None, "the image is not encoded"
+        assert sequence.features.key == image.key, "the features are of another image"
+        features = sequence.features.features
+        first = sum(map(is_row_id, ids[image.start : start]))
+        part = slice(first, first + len(rows))
+        mrope = self._image_rules.positions == "mrope"
+        return ImageInputs(
+            rows=mx.array(rows, dtype=mx.int32),
+            features=features.rows[part],
+            deepstack=[array[part] for array in features.deepstack],
+            positions=make_positions(_image_ranges(sequence), start, end) if mrope else None,
+            groups=[(image.start, image.end)] if self._image_rules.atomic else [],
+        )
+
     def _forward(
-        self, rows: Ids[Sequence], tokens: mx.array, kv: Ids[object], select: SelectPositions
+        self,
+        rows: Ids[Sequence],
+        tokens: mx.array,
+        kv: Ids[object],
+        select: SelectPositions,
+        images: ImageInputs | None = None,
     ) -> mx.array:
         """Returns the selected hidden states. rows: see `_select_model`."""
         model = self._select_model(rows)
+        if images is not None:
+            if self._selects or model.selects_logits:
+                return model(tokens, kv, select, images)
+            return select(model(tokens, kv, select_all, images))
         if self._selects or model.selects_logits:
             return model(tokens, kv, select)
         return select(model(tokens, kv))
@@ -329,6 +380,10 @@ class ModelRunner:
                 [s.sampler_state for s in members], self._broadcast_tokens
             )
         return self._sampler_batch
+
+
+def _image_ranges(sequence: Sequence) -> list[ImageRange]:
+    return [ImageRange(image.start, *image.grid) for image in sequence.job.images]
 
 
 def _states(layers: Ids[LayerCache]) -> list[mx.array]:

@@ -21,6 +21,7 @@ from app.core.jobs import (
     EngineStats,
     JobUpdate,
     Ledger,
+    PixelsNeeded,
     Prefilled,
     PromptLogprobs,
     Started,
@@ -41,6 +42,7 @@ class EngineCounters:
             self.generated_tokens
         ) = 0
         self.preemptions = self.failures = self.exceptions = self.steps = 0
+        self.images_encoded = self.image_cache_hits = 0
         self._hits = [0] * (len(PREFIX_HIT_BUCKETS) + 1)
         self._misses: Counter[CacheMissReason] = Counter()
 
@@ -80,6 +82,8 @@ class EngineCounters:
             preemptions=self.preemptions,
             failures=self.failures,
             steps=self.steps,
+            images_encoded=self.images_encoded,
+            image_cache_hits=self.image_cache_hits,
         )
 
 
@@ -131,9 +135,12 @@ class OutputProcessor:
             left,
         )
 
+    def request_pixels(self, sequence: Sequence, keys: tuple[bytes, ...]) -> None:
+        self._updates.append(PixelsNeeded(job_id=sequence.job.id, keys=keys))
+
     def report_prefill(self, sequence: Sequence, computed: int) -> None:
-        """Reports that a prompt chunk other than the last one was computed. `computed` is the
-        number of tokens up to its end."""
+        """Reports that a prompt chunk other than the last one was computed, or a part of an image.
+        `computed` is the number of computed tokens."""
         self._updates.append(Prefilled(job_id=sequence.job.id, computed_tokens=computed))
 
     def process_token(self, sequence: Sequence, sampled: SampledToken) -> None:

@@ -141,6 +141,8 @@ class Scheduler:
                 turn_ends=marks,
                 reuse=sequence.may_reuse_prefix,
                 reserve_length=room,
+                atomic=sequence.atomic_ranges,
+                stops=[stop for image in job.images for stop in (image.start, image.end)],
             )
         )
         self._running.append(sequence)
@@ -166,16 +168,20 @@ class Scheduler:
         growth = self._budget.plan_growth(self._running)
         count = self._budget.reclaim_for_decode(self._running, growth)
         for sequence in self._running[len(self._running) - count :][::-1]:
-            log.info(
-                "preempting a sequence of %s: out of KV cache memory",
-                pluralize(len(sequence.ids), "token"),
-            )
-            self.commit(sequence, keep=len(sequence.ids))
-            self.requeue(sequence)
+            self.preempt(sequence)
         if count:
             growth = self._budget.plan_growth(self._running)
         self._budget.grow_reservations(self._running, growth)
         return count
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Returns a running sequence to the front of the queue."""
+        log.info(
+            "preempting a sequence of %s: out of KV cache memory",
+            pluralize(len(sequence.ids), "token"),
+        )
+        self.commit(sequence, keep=len(sequence.ids))
+        self.requeue(sequence)
 
     def enforce_memory_rules(self) -> None:
         """See `MemoryBudget.enforce_rules`."""

@@ -19,8 +19,9 @@ from collections.abc import Sequence as Ids
 from contextlib import ExitStack
 from typing import Protocol, cast
 
-from app.core.images import ImagePixels
+from app.core.images import ImagePixels, ImageSpan, is_row_id
 from app.core.jobs import Job
+from app.engine.image_cache import FeatureLease
 from app.engine.prefix.cache import Lease, ShiftingLease
 from app.engine.prefix.matching import common_prefix_length
 from app.engine.sampling.logprobs import PromptLogprob
@@ -48,11 +49,18 @@ class Sequence:
     and `discard` return them when the sequence ends or is preempted."""
 
     def __init__(
-        self, job: Job, *, vocab: int, matcher: Matcher | None = None, cache_salt: int = 0
+        self,
+        job: Job,
+        *,
+        vocab: int,
+        matcher: Matcher | None = None,
+        cache_salt: int = 0,
+        atomic_images: bool = False,
     ) -> None:
         """Creates a waiting sequence. The sequence owns `matcher`, which is the matcher of the
         job's grammar in its initial state. cache_salt: only sequences with the same salt share
-        prefixes, because adapters change the caches of the same tokens."""
+        prefixes, because adapters change the caches of the same tokens. atomic_images: see
+        `models.image_inputs.ImageRules`."""
         assert (matcher is None) == (job.grammar is None), "a grammar without a matcher"
         self.job = job
         self.matcher = matcher  # in the state after the last known token
@@ -73,9 +81,12 @@ class Sequence:
         # The pixels that were requested for images, by key, and those that have arrived.
         self.requested_images: set[bytes] = set()
         self.pixels: dict[bytes, ImagePixels] = {}
+        self.features: FeatureLease | None = None  # of the image whose rows are computed
         self._shared_prefix_lengths: dict[str, int] = {}
         self._vocab = vocab
         self.cache_salt = cache_salt
+        # The ranges of positions that must be computed in one chunk.
+        self.atomic_ranges = [(i.start, i.end) for i in job.images] if atomic_images else []
         self._seed = secrets.randbits(63) if job.sampling.seed is None else job.sampling.seed
         self._lease: Lease[LayerCache] | None = None
         self._sampler_state: SamplerState | None = None
@@ -133,10 +144,44 @@ class Sequence:
     @property
     def tokens_to_next_stop(self) -> int:
         """The number of tokens up to the next position at which prefill pauses: the next checkpoint
-        position of the prefix cache, or the end of the known tokens."""
+        position of the prefix cache, the beginning or the end of an image, or the end of the known
+        tokens. So a chunk has rows of at most one image, and the positions of these stops depend
+        only on the prompt."""
         computed = self.num_computed_tokens
-        stops = self.lease.checkpoint_positions
-        return next((p for p in stops if p > computed), len(self.ids)) - computed
+        stops = [
+            *self.lease.checkpoint_positions,
+            *(stop for image in self.job.images for stop in (image.start, image.end)),
+        ]
+        return min((p for p in stops if p > computed), default=len(self.ids)) - computed
+
+    def limit_chunk(self, share: int) -> int:
+        """Returns the number of tokens of the next chunk. share: its maximum, which an atomic range
+        may exceed."""
+        count = self.tokens_to_next_stop
+        at = self.num_computed_tokens
+        atomic = any(start <= at < end for start, end in self.atomic_ranges)
+        return count if atomic else min(share, count)
+
+    @property
+    def current_image(self) -> ImageSpan | None:
+        """The image that contains the next position to compute."""
+        at = self.num_computed_tokens
+        return next((image for image in self.job.images if image.start <= at < image.end), None)
+
+    @property
+    def awaits_features(self) -> bool:
+        """Whether the next chunk has image rows whose features the sequence does not have yet."""
+        image = self.current_image if self.prefilling else None
+        if image is None or (self.features is not None and self.features.key == image.key):
+            return False
+        return any(map(is_row_id, self.ids[self.num_computed_tokens : image.end]))
+
+    def release_unneeded_features(self) -> None:
+        """Releases the features of an image that is computed."""
+        image = self.current_image if self.prefilling else None
+        if self.features is not None and (image is None or image.key != self.features.key):
+            self.features.release()
+            self.features = None
 
     @property
     def needs_another_token(self) -> bool:
@@ -175,7 +220,7 @@ class Sequence:
         self._sampler_state = SamplerState(
             self.job.sampling,
             seed=self._seed,
-            prompt=self.ids,
+            prompt=[id for id in self.ids if not is_row_id(id)],
             vocab=self._vocab,
             stop_token_ids=self.job.stop_token_ids,
             min_tokens=self.job.min_tokens,
@@ -236,6 +281,9 @@ class Sequence:
                 self.slab.forget(self)
 
     def _clear_lease(self) -> None:
+        if self.features is not None:
+            self.features.release()
+            self.features = None
         self._lease = self._sampler_state = None
         self.decoding = False
         self.num_computed_tokens = self.reserved_bytes = self.reserved_positions = 0

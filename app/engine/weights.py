@@ -24,6 +24,7 @@ from app.core.settings import ActivationPrecision, KVPrecision, QuantizationBits
 from app.engine.precision import choose_activation_bits, choose_kv_dtype
 from models import architectures
 from models.base import Model, ModelError
+from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout, get_activation_bits, set_activation_bits
 from models.gguf import reader as gguf_reader
 from models.gguf.reader import GGUFError, has_magic
@@ -57,6 +58,7 @@ def open_model(
     share: TensorParallelGroup | None = None,
     *,
     kv: KVPrecision = "auto",
+    vision: bool = True,
     activations: ActivationPrecision = "auto",
 ) -> Model:
     """Opens a model without reading its weights.
@@ -66,6 +68,7 @@ def open_model(
     share: the tensor-parallel group that shares the model, if any.
     kv, activations: the precision of the layer caches, and of the inputs of layers with 4- and
         8-bit weights, see app/engine/precision.py.
+    vision: whether to build the vision tower, if the model has one.
 
     Raises AppError(MODEL_FILES). The message is one sentence, which includes the name of a faulty
     file.
@@ -80,12 +83,17 @@ def open_model(
         # ranks share matrices of MLX's packings only
         blocks = unread.blocks if unread is not None and share is None else ()
         model = architectures.build(
-            files.config, weights, bits=bits, blocks=blocks, processor=files.processor_config
+            files.config,
+            weights,
+            bits=bits,
+            blocks=blocks,
+            vision=vision,
+            processor=files.processor_config,
         )
         if share is not None:
-            shard_model(model, share, files.config["model_type"])
+            shard_model(model, share, get_text_config(files.config)["model_type"])
         assert isinstance(model, nn.Module)
-        parameters = list_parameters(model)
+        parameters = list_parameters(model, vision=False)
         has_blocks = unread is not None and bool(unread.blocks)
         model.kv_dtype = choose_kv_dtype(parameters, kv)
         bits_of_inputs = choose_activation_bits(parameters, activations, has_blocks=has_blocks)
@@ -156,10 +164,11 @@ def _read_gguf(model: Model, path: Path) -> None:
         ) from error
 
 
-def list_parameters(model: Model) -> list[mx.array]:
+def list_parameters(model: Model, *, vision: bool = True) -> list[mx.array]:
+    """vision: whether to include the vision tower."""
     assert isinstance(model, nn.Module)
     flat: Any = tree_flatten(model.parameters())
-    return [array for _, array in flat]
+    return [array for name, array in flat if vision or not name.startswith("vision.")]
 
 
 def _open_shards(shards: Sequence[Path]) -> tuple[dict[str, mx.array], dict[str, Path]]:

@@ -57,6 +57,12 @@ _OUTER_KEYS = (
 )
 
 
+def is_supported(config: Mapping[str, Any]) -> bool:
+    """Returns whether config.json describes a tower that can be built. The checkpoint may lack its
+    weights."""
+    return _find_type(config) in _FAMILIES and isinstance(config.get("vision_config"), Mapping)
+
+
 def build_tower(
     config: Mapping[str, Any],
     weights: Mapping[str, mx.array],
@@ -69,10 +75,9 @@ def build_tower(
     config: config.json. weights: the tensors of the vision modules, without the prefix `model.`.
     processor: preprocessor_config.json. Raises ModelError for invalid values of both.
     """
-    family = _FAMILIES.get(_find_type(config))
-    if family is None or not isinstance(config.get("vision_config"), Mapping) or not weights:
+    if not is_supported(config) or not weights:
         return None
-    read, make = family
+    read, make = _FAMILIES[_find_type(config)]
     try:
         tower = make(read.from_dict(_read_keys(config)), processor or {})
     except ModelError as error:

@@ -109,6 +109,7 @@ def make_loop(
     clock: Callable[[], float] = time.monotonic,
     slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
     adapters: Adapters | None = None,
+    image_cache_bytes: int | None = None,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
     memory = profile_memory(
@@ -133,6 +134,7 @@ def make_loop(
         clock=clock,
         slab_policy=slab_policy,
         adapters=adapters,
+        image_cache_bytes=image_cache_bytes,
     )
 
 

@@ -10,15 +10,27 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import Ended, Job, JobUpdate, PromptLogprobs, Started, Token
+from app.core.images import ImagePixels
+from app.core.jobs import (
+    Ended,
+    Job,
+    JobUpdate,
+    PixelsNeeded,
+    PromptLogprobs,
+    Started,
+    Token,
+)
 from app.core.ports import Runner
 from app.core.requests import EmbedJob, JsonSchema
 from app.core.settings import Settings
+from app.engine.model_info import complete_config
 from app.runners.thread_runner import ThreadRunner
 from models.cpu_backend import get_num_threads
 from tests import tiny
 from tests.batches import flatten
+from tests.engine import vision_model
 from tests.engine.harness import job
+from tests.engine.images import image_job, picture
 from tests.waiting import wait_until_async
 
 PATIENCE = 60.0
@@ -31,7 +43,7 @@ def with_runner(make: MakeRunner, folder: Path, body: Callable[[Runner], Awaitab
 
     async def run() -> None:
         runner = make()
-        await runner.start(store.resolve(str(folder)))
+        await runner.start(complete_config(store.resolve(str(folder))))
         try:
             await asyncio.wait_for(body(runner), PATIENCE)
         finally:
@@ -340,3 +352,54 @@ def test_stopping_a_load_raises_from_start(runner: MakeRunner, tiny_model: Path)
         assert caught.value.kind is ErrorKind.STOPPING
 
     asyncio.run(run())
+
+
+def test_pixels_are_provided_on_request(runner: MakeRunner, tmp_path: Path) -> None:
+    """The second time, they are not needed."""
+    side = vision_model.SIDE
+    cat, dog = picture(1, side=side), picture(2, side=side)
+
+    async def describe(running: Runner, image: ImagePixels) -> tuple[list[int], int]:
+        one = image_job("a", b"see ", image, b"?", side=side, top_logprobs=None)
+        tokens, requests = list[int](), 0
+        async with running.submit(one) as submission:
+            async for update in flatten(submission):
+                if isinstance(update, PixelsNeeded):
+                    requests += 1
+                    submission.provide_images([image])
+                elif isinstance(update, Token):
+                    tokens.append(update.id)
+                elif isinstance(update, Ended):
+                    assert update.reason in ("stop", "length"), update.error
+        return tokens, requests
+
+    async def body(running: Runner) -> None:
+        capacity = running.status().capacity
+        assert capacity is not None
+        assert capacity.vision
+        tokens, requests = await describe(running, cat)
+        assert requests == 1
+        assert await describe(running, cat) == (tokens, 0)
+        others, requests = await describe(running, dog)
+        assert requests == 1
+        assert others != tokens
+        stats = running.status().stats
+        assert stats.images_encoded == 2
+
+    with_runner(runner, vision_model.write(tmp_path / "vision"), body)
+
+
+def test_a_job_that_waits_for_pixels_can_be_cancelled(runner: MakeRunner, tmp_path: Path) -> None:
+    side = vision_model.SIDE
+
+    async def body(running: Runner) -> None:
+        one = image_job("a", b"see ", picture(side=side), side=side)
+        async with running.submit(one) as submission:
+            async for update in flatten(submission):
+                if isinstance(update, PixelsNeeded):
+                    break
+        submission.provide_images([picture(side=side)])  # too late
+        assert ids(await answer(running, "b", b"hello", top_logprobs=None))
+        await wait_until_async(lambda: running.status().stats.ledger.kv == 0)
+
+    with_runner(runner, vision_model.write(tmp_path / "vision"), body)

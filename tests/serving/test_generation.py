@@ -22,7 +22,7 @@ from app.core.events import (
     Timings,
     Usage,
 )
-from app.core.images import ImagePixels
+from app.core.images import ImagePixels, Pixels
 from app.core.jobs import (
     CacheMiss,
     Capacity,
@@ -30,6 +30,7 @@ from app.core.jobs import (
     EngineStats,
     Job,
     JobUpdate,
+    PixelsNeeded,
     Prefilled,
     Started,
     Token,
@@ -54,7 +55,7 @@ from app.grammar import llguidance_backend
 from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner
 from app.serving.generation import Generation
-from app.serving.prompt_jobs import DEFAULT_NUM_KEEP
+from app.serving.prompt_jobs import DEFAULT_NUM_KEEP, DecodeImage, JobBuilder, PreparedChoice
 from tests import tiny
 from tests.batches import flatten
 
@@ -192,6 +193,61 @@ def test_a_grammar_is_passed_to_the_runner_unchanged(files: ModelFiles) -> None:
     runner = FakeRunner("7")
     collect_events(files, runner, grammar=grammar)
     assert runner.jobs[0].grammar == grammar
+
+
+PIXELS = ImagePixels(key=b"cat", tiles=(Pixels(height=1, width=1, data=b"rgb"),))
+
+
+class ImageRunner(FakeRunner):
+    """Requests the pixels of an image. provided: those that it got."""
+
+    def __init__(self) -> None:
+        super().__init__("a cat")
+        self.provided: list[ImagePixels] = []
+
+    def updates(self, job: Job) -> Sequence[JobUpdate]:
+        first, *rest = super().updates(job)
+        return [first, PixelsNeeded(job_id=job.id, keys=(b"cat",)), *rest]
+
+    def provide_images(self, images: Sequence[ImagePixels]) -> None:
+        self.provided += images
+
+
+def collect_with_image(
+    files: ModelFiles, runner: Engine, decode: DecodeImage, monkeypatch: pytest.MonkeyPatch
+) -> list[Event]:
+    """The events of a request whose jobs have an image."""
+    prepare = JobBuilder.prepare
+
+    def prepare_with_image(self: JobBuilder, *args: Any) -> list[PreparedChoice]:
+        return [replace(choice, images={b"cat": decode}) for choice in prepare(self, *args)]
+
+    monkeypatch.setattr(JobBuilder, "prepare", prepare_with_image)
+    return collect_events(files, runner)
+
+
+def test_requested_pixels_are_decoded_and_provided(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def decode() -> ImagePixels:
+        return PIXELS
+
+    runner = ImageRunner()
+    assert join_text(collect_with_image(files, runner, decode, monkeypatch)) == "a cat"
+    assert runner.provided == [PIXELS]
+
+
+def test_an_image_that_cannot_be_decoded_ends_the_request_with_its_error(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def decode() -> ImagePixels:
+        raise AppError(ErrorKind.INVALID, "the PNG is truncated")
+
+    runner = ImageRunner()
+    with pytest.raises(AppError, match="the PNG is truncated"):
+        collect_with_image(files, runner, decode, monkeypatch)
+    assert runner.num_closed == 1
+    assert runner.provided == []
 
 
 def test_progress_has_the_index_of_its_prompt(files: ModelFiles) -> None:

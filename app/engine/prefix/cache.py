@@ -91,20 +91,30 @@ class PrefixCache(Protocol[Layer_co]):
         turn_ends: Sequence[int] = (),
         reuse: bool = True,
         reserve_length: int = 0,
+        atomic: Sequence[tuple[int, int]] = (),
+        stops: Sequence[int] = (),
     ) -> Lease[Layer_co]:
         """Leases caches for a prompt. At least one token is always left for prefill.
 
         turn_ends: the positions at which chat messages end, in ascending order. Prompts often
         diverge at these positions. reuse: if False, ignores cached prefixes, but still caches this
         prompt. reserve_length: the number of positions to allocate, if the sequence needs more than
-        the prompt and one token.
+        the prompt and one token. atomic: ranges [start, end) of positions that must be computed
+        together, so that no cached prefix may end inside them. stops: further positions at which
+        prompts may diverge, such as the ends of images, in ascending order.
         """
         ...
 
-    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+    def continued_bytes(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        atomic: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Returns the number of bytes that `begin` would take out of the cache for this prompt: of
         layer caches that it continues or frees. Marks the prefix of the prompt as used, so that it
-        is evicted last. ids, reuse: as for `begin`."""
+        is evicted last. ids, reuse, atomic: as for `begin`."""
         ...
 
     @property

@@ -17,6 +17,17 @@ def trim_to(kv: Sequence[Layer], length: int) -> None:
         layer.trim(layer.offset - length)
 
 
+def usable_length(length: int, alignment: int, atomic: Sequence[tuple[int, int]]) -> int:
+    """Returns the largest multiple of the alignment that is at most `length` and not inside a range
+    [start, end) of `atomic`."""
+    while True:
+        length -= length % alignment
+        inside = next((start for start, end in atomic if start < length < end), None)
+        if inside is None:
+            return length
+        length = inside
+
+
 def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:
     """Returns the number of leading tokens that `a` shares with `b` from position `offset` on.
 

@@ -21,6 +21,7 @@ from typing import Generic
 
 from app.core.jobs import CacheMiss, PrefixSnapshot
 from app.engine.prefix.cache import Layer
+from app.engine.prefix.matching import usable_length
 from app.engine.prefix.policy import PrefixCacheConfig
 from app.engine.prefix.radix_match import PrefixMatch, match_prefix
 from app.engine.prefix.radix_node import KVStore, LayerEvaluation, RadixNode
@@ -31,6 +32,10 @@ from models.kv import LayerCache
 # turn ends near the end of a prompt that get a checkpoint
 _LAST_TURN_ENDS = 5
 
+# further stops near the end of a prompt that get a checkpoint: the beginnings and ends of its last
+# four images
+_LAST_STOPS = 8
+
 
 def plan_checkpoints(
     length: int,
@@ -40,6 +45,8 @@ def plan_checkpoints(
     usable: int,
     alignment: int,
     interval: int,
+    atomic: Sequence[tuple[int, int]] = (),
+    stops: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Returns the positions at which to create checkpoints during the prefill of a prompt with
     `length` tokens.
@@ -52,6 +59,8 @@ def plan_checkpoints(
     changes, for the next turn of a tool loop; the end of the user's last message, after which a
     template may leave out the reasoning; the end of the message before it, for an edited turn; and
     the start of a temporary message;
+    - the last eight of the other `stops`: another prompt may have another image there, or another
+    text after it;
     - `usable`, if it could not be restored, because other prompts diverge there as well;
     - every `interval` positions, to bound the loss if no other checkpoint can be used;
     - with an alignment, the last aligned position, because the state at the end of the output
@@ -60,12 +69,13 @@ def plan_checkpoints(
     positions = {
         *turn_ends[:1],
         *turn_ends[-_LAST_TURN_ENDS:],
+        *stops[-_LAST_STOPS:],
         usable,
         *range(interval, length, interval),
     }
     if alignment > 1:
         positions.add(length - 1)
-    floors = {position - position % alignment for position in positions}
+    floors = {usable_length(position, alignment, atomic) for position in positions}
     return tuple(sorted(position for position in floors if cached < position < length))
 
 
@@ -115,26 +125,36 @@ class RadixPrefixCache(Generic[Layer]):
         turn_ends: Sequence[int] = (),
         reuse: bool = True,
         reserve_length: int = 0,
+        atomic: Sequence[tuple[int, int]] = (),
+        stops: Sequence[int] = (),
     ) -> "RadixLease[Layer]":
         assert ids, "the prompt is empty"
         ids = tuple(ids)
         found: PrefixMatch[Layer] = (
-            match_prefix(self._tree, ids, alignment=self._alignment) if reuse else PrefixMatch()
+            match_prefix(self._tree, ids, alignment=self._alignment, atomic=atomic)
+            if reuse
+            else PrefixMatch()
         )
         miss = None
         if found.cached < self._align_down(len(ids) - 1):
             miss = found.explain_miss() if reuse else CacheMiss(position=0, reason="unwanted")
         self._tree.touch(found.path)
-        stops = self._plan_checkpoints(len(ids), turn_ends, found)
+        checkpoints = self._plan_checkpoints(len(ids), turn_ends, atomic, stops, found)
         kv, store = self._lease_layers(found, reserve_length=max(reserve_length, len(ids) + 1))
         return RadixLease(
-            self, kv, store, cached=found.cached, miss=miss, checkpoint_positions=stops
+            self, kv, store, cached=found.cached, miss=miss, checkpoint_positions=checkpoints
         )
 
-    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+    def continued_bytes(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        atomic: Sequence[tuple[int, int]] = (),
+    ) -> int:
         if not reuse:
             return 0
-        found = match_prefix(self._tree, tuple(ids), alignment=self._alignment)
+        found = match_prefix(self._tree, tuple(ids), alignment=self._alignment, atomic=atomic)
         self._tree.touch(found.path)
         store = found.continued_store()
         if store is None:
@@ -317,7 +337,12 @@ class RadixPrefixCache(Generic[Layer]):
         return tuple(next(kinds[divisible]) for divisible in self._divisible)
 
     def _plan_checkpoints(
-        self, length: int, turn_ends: Sequence[int], found: PrefixMatch[Layer]
+        self,
+        length: int,
+        turn_ends: Sequence[int],
+        atomic: Sequence[tuple[int, int]],
+        stops: Sequence[int],
+        found: PrefixMatch[Layer],
     ) -> Sequence[int]:
         if not self._tree.needs_checkpoints:
             return ()
@@ -328,6 +353,8 @@ class RadixPrefixCache(Generic[Layer]):
             usable=found.usable,
             alignment=self._alignment,
             interval=self._checkpoint_every,
+            atomic=atomic,
+            stops=stops,
         )
 
     def _align_down(self, length: int) -> int:

@@ -11,6 +11,7 @@ from typing import Generic
 
 from app.core.jobs import CacheMiss
 from app.engine.prefix.cache import Layer
+from app.engine.prefix.matching import usable_length
 from app.engine.prefix.radix_node import KVStore, RadixNode
 from app.engine.prefix.radix_tree import RadixTree
 
@@ -89,15 +90,22 @@ class PrefixMatch(Generic[Layer]):
 
 
 def match_prefix(
-    tree: RadixTree[Layer], ids: tuple[int, ...], *, alignment: int
+    tree: RadixTree[Layer],
+    ids: tuple[int, ...],
+    *,
+    alignment: int,
+    atomic: Sequence[tuple[int, int]] = (),
 ) -> PrefixMatch[Layer]:
     """Looks up a prompt without changing the tree. Takes time linear in the number of tokens,
-    independent of the cache size."""
+    independent of the cache size. atomic: see `PrefixCache.begin`."""
     path, matched = tree.match(ids)
     # The last token must be computed, because the output starts from its hidden state.
-    usable = min(matched, len(ids) - 1)
-    usable -= usable % alignment
-    cached, checkpoint = find_restorable(path, usable) if tree.needs_checkpoints else (usable, None)
+    usable = cached = usable_length(min(matched, len(ids) - 1), alignment, atomic)
+    checkpoint = None
+    if tree.needs_checkpoints:
+        cached, checkpoint = find_restorable(path, usable)
+        while (allowed := usable_length(cached, alignment, atomic)) < cached:
+            cached, checkpoint = find_restorable(path, allowed)
     own = _exclusive_nodes(path, matched) if cached == usable > 0 else ()
     return PrefixMatch(
         path=path,

@@ -15,7 +15,7 @@ from typing import Generic
 
 from app.core.jobs import CacheMiss, PrefixNode, PrefixSnapshot
 from app.engine.prefix.cache import Layer
-from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
+from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to, usable_length
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
 
@@ -51,15 +51,17 @@ class SinglePrefixCache(Generic[Layer]):
         turn_ends: Sequence[int] = (),
         reuse: bool = True,
         reserve_length: int = 0,
+        atomic: Sequence[tuple[int, int]] = (),
+        stops: Sequence[int] = (),
     ) -> "SingleLease[Layer]":
-        """Implements `PrefixCache.begin`. `turn_ends` is ignored, because the only entry ends at
-        the end of its sequence."""
+        """Implements `PrefixCache.begin`. `turn_ends` and `stops` are ignored, because the only
+        entry ends at the end of its sequence."""
         assert ids, "the prompt is empty"
         entry, self._entry = self._entry, None
         cached_ids = entry.ids if entry is not None and reuse else ()
         shared = common_prefix_length(cached_ids, tuple(ids))
         # The last token must be computed, because the output starts from its hidden state.
-        usable = self._align_down(min(shared, len(ids) - 1))
+        usable = usable_length(min(shared, len(ids) - 1), self._alignment, atomic)
         kv, cached = None, 0
         if entry is not None and usable > 0 and can_trim_to(entry.kv, usable):
             trim_to(entry.kv, usable)
@@ -79,7 +81,13 @@ class SinglePrefixCache(Generic[Layer]):
             )
         return SingleLease(self, kv, cached=cached, miss=miss)
 
-    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+    def continued_bytes(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        atomic: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Implements `PrefixCache.continued_bytes`. A lease always continues or frees the entry."""
         return self.nbytes
 

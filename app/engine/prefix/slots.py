@@ -23,7 +23,7 @@ from typing import Generic
 from app.core.context_shift import ShiftResult, count_discarded
 from app.core.jobs import CacheMiss, PrefixNode, PrefixSnapshot
 from app.engine.prefix.cache import Layer
-from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to
+from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to, usable_length
 from app.engine.prefix.policy import PrefixCacheConfig
 from models.kv import LayerCache
 
@@ -95,9 +95,11 @@ class SlotPrefixCache(Generic[Layer]):
         turn_ends: Sequence[int] = (),
         reuse: bool = True,
         reserve_length: int = 0,
+        atomic: Sequence[tuple[int, int]] = (),
+        stops: Sequence[int] = (),
     ) -> "SlotLease[Layer]":
-        """Implements `PrefixCache.begin`. `turn_ends` is ignored, because a slot stores no
-        intermediate states."""
+        """Implements `PrefixCache.begin`. `turn_ends` and `stops` are ignored, because a slot
+        stores no intermediate states."""
         assert ids, "the prompt is empty"
         prompt = tuple(ids)
         shared = self._shared_lengths(prompt)
@@ -105,7 +107,9 @@ class SlotPrefixCache(Generic[Layer]):
         cached_ids = best.ids  # read before trimming, as both slots may be the same
         # The last token must be computed, because the output starts from its hidden state.
         most = self._align_down(len(ids) - 1) if reuse else 0
-        own_length, best_length = min(shared[slot], most), min(shared[best], most)
+        own_length, best_length = (
+            usable_length(min(shared[each], most), self._alignment, atomic) for each in (slot, best)
+        )
         cached = self._prepare_layers(
             slot, own_length, best, best_length, reserve_length=max(reserve_length, len(ids))
         )
@@ -115,7 +119,13 @@ class SlotPrefixCache(Generic[Layer]):
         miss = self._explain_miss(cached_ids if reuse else None, prompt, cached)
         return SlotLease(self, slot, cached=cached, miss=miss)
 
-    def continued_bytes(self, ids: Sequence[int], *, reuse: bool = True) -> int:
+    def continued_bytes(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        atomic: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Implements `PrefixCache.continued_bytes`. A lease continues or frees the layers of its
         slot. The slot keeps its place in the LRU order."""
         return self._choose_slot(self._shared_lengths(tuple(ids)))[0].nbytes

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.matching import common_prefix_length, usable_length
 
 Ids = st.lists(st.integers(0, 1), max_size=20).map(tuple)
 
@@ -17,3 +17,20 @@ def test_the_common_prefix_equals_that_of_a_loop(
     while expected < min(len(one), len(other) - at) and one[expected] == other[at + expected]:
         expected += 1
     assert common_prefix_length(one, other, at) == expected
+
+
+@given(
+    length=st.integers(0, 60),
+    alignment=st.integers(1, 8),
+    ranges=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 12)), max_size=4),
+)
+def test_a_usable_length_is_aligned_and_in_no_atomic_range(
+    length: int, alignment: int, ranges: list[tuple[int, int]]
+) -> None:
+    atomic = [(start, start + size) for start, size in ranges]
+    allowed = [
+        at
+        for at in range(0, length + 1, alignment)
+        if not any(start < at < end for start, end in atomic)
+    ]
+    assert usable_length(length, alignment, atomic) == max(allowed)

@@ -1,0 +1,276 @@
+"""Encodes the images of prompts: requests pixels, runs the vision tower, and keeps its output.
+
+Knows: the vision tower, sequences, borrowed memory. Must not know: text models, codecs, chunks of
+prompts.
+
+    sequence reaches image → features cached? → acquire them
+                           → pixels known?    → encode: one image at a time, a few steps of the
+                                                tower per engine step
+                           → request pixels of this image and of the next one
+
+The state is derived from the running sequences in each step. So a sequence that is cancelled,
+preempted or restarted needs no other handling: what no sequence waits for is dropped.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
+from typing import Any, cast
+
+import mlx.core as mx
+
+from app.core.images import ImagePixels, is_row_id
+from app.core.units import format_memory
+from app.engine.image_cache import ImageFeatureCache, list_arrays
+from app.engine.outputs import EngineCounters, OutputProcessor
+from app.engine.policy import update_pace
+from app.engine.scheduler import Scheduler
+from app.engine.sequence import Sequence
+from models.vision.tower import Encoding, ImageFeatures, VisionTower
+
+log = logging.getLogger(__name__)
+
+# The number of images of a sequence whose pixels are requested together: the one that it waits for,
+# and the next, which is decoded while the first is encoded.
+_REQUESTED_AHEAD = 2
+
+_FAILED = "the engine failed while encoding an image of this request"
+_INVALID_FEATURES = (
+    "the vision tower produced NaN or infinite numbers for an image of this request: its weights "
+    "or its quantization may be corrupt"
+)
+
+
+class _Image:
+    """The image that is being encoded. borrowed_bytes: what it borrows until it is complete."""
+
+    def __init__(self, key: bytes, encoding: Encoding, borrowed_bytes: int) -> None:
+        self.key, self.encoding, self.borrowed_bytes = key, encoding, borrowed_bytes
+
+
+class ImageEncoder:
+    """Encodes the images of one engine.
+
+    tower: None if the model computes no images.
+    step_seconds: the duration up to which an engine step runs more than one step of the tower. None
+        for one step, if the clock must not decide.
+    clock: returns the time in seconds.
+    waiting_for_memory: whether an image waits for memory. Meanwhile, no new sequence may start.
+    """
+
+    def __init__(
+        self,
+        tower: VisionTower | None,
+        features: ImageFeatureCache,
+        scheduler: Scheduler,
+        outputs: OutputProcessor,
+        counters: EngineCounters,
+        *,
+        step_seconds: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.waiting_for_memory = False
+        self._tower = tower
+        self._features = features
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self._counters = counters
+        self._step_seconds = step_seconds
+        self._clock = clock
+        self._seconds_per_step: float | None = None
+        self._current: _Image | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step can encode."""
+        return self._current is not None or self._next_pixels() is not None
+
+    def prepare(self) -> None:
+        """Gives each sequence the features that its next chunk needs, if they are cached, and
+        requests pixels for the others. Called before chunks are planned."""
+        self.waiting_for_memory = False
+        for sequence in self._scheduler.running:
+            sequence.release_unneeded_features()
+        for sequence in self._waiting_sequences():
+            self._acquire(sequence)
+        waiting = self._waiting_sequences()
+        if self._current is not None and self._current.key not in map(_awaited_key, waiting):
+            self._drop_current()
+        for sequence in waiting:
+            self._request_pixels(sequence)
+
+    def encode(self) -> bool:
+        """Runs the next steps of the tower, and waits for them. Returns False if there is no image,
+        or not enough memory."""
+        if self._current is None and not self._begin():
+            return False
+        current = self._current
+        assert current is not None
+        began, done = self._clock(), current.encoding.num_done
+        try:
+            for _ in range(self._count_steps(current.encoding)):
+                current.encoding.run_step()
+            if current.encoding.num_done == current.encoding.num_steps:
+                self._finish(current)
+        except Exception:
+            log.exception("encoding an image failed")
+            self._counters.exceptions += 1
+            self._fail(current.key, _FAILED)
+            return True
+        seconds = self._clock() - began
+        self._seconds_per_step = update_pace(
+            self._seconds_per_step, count=current.encoding.num_done - done, seconds=seconds
+        )
+        for sequence in self._scheduler.running:
+            if _awaited_key(sequence) == current.key and not sequence.num_output_tokens:
+                self._outputs.report_prefill(sequence, sequence.num_computed_tokens)
+        return True
+
+    def restart_if_reclaimed(self) -> None:
+        """Drops the image that is being encoded if its memory was reclaimed. It begins again later.
+        Must be called between two steps of the tower."""
+        current = self._current
+        if current is not None and self._scheduler.borrowed_bytes < current.borrowed_bytes:
+            log.info("restarting the encoding of an image: out of KV cache memory")
+            self._current = None
+
+    def _waiting_sequences(self) -> list[Sequence]:
+        return [s for s in self._scheduler.running if s.awaits_features]
+
+    def _known_sequences(self) -> Iterator[Sequence]:
+        yield from self._scheduler.running
+        yield from self._scheduler.waiting
+
+    def _acquire(self, sequence: Sequence) -> None:
+        image = sequence.current_image
+        assert image is not None
+        sequence.features = self._features.acquire(image.key)
+        self._counters.image_cache_hits += sequence.features is not None
+
+    def _request_pixels(self, sequence: Sequence) -> None:
+        """Requests the pixels that a sequence needs next, and that no sequence has or requests."""
+        at = sequence.num_computed_tokens
+        ahead = [
+            image.key
+            for image in sequence.job.images
+            if any(map(is_row_id, sequence.ids[max(image.start, at) : image.end]))
+        ]
+        known = {key for s in self._known_sequences() for key in (*s.pixels, *s.requested_images)}
+        keys = tuple(
+            key
+            for key in list(dict.fromkeys(ahead))[:_REQUESTED_AHEAD]
+            if key not in known and key not in self._features
+        )
+        if keys:
+            sequence.requested_images.update(keys)
+            self._outputs.request_pixels(sequence, keys)
+
+    def _next_pixels(self) -> tuple[Sequence, ImagePixels] | None:
+        """Returns the oldest sequence that waits for features whose pixels are known, and these
+        pixels."""
+        for sequence in self._waiting_sequences():
+            key = _awaited_key(sequence)
+            for other in self._known_sequences():
+                if key in other.pixels:
+                    return sequence, other.pixels[key]
+        return None
+
+    def _begin(self) -> bool:
+        """Begins to encode the next image. Returns False if there is none, or not enough memory."""
+        chosen = self._next_pixels()
+        if chosen is None:
+            return False
+        sequence, pixels = chosen
+        assert self._tower is not None, "the model computes no images"
+        try:
+            sizes = [(tile.height, tile.width) for tile in pixels.tiles]
+            image = sequence.current_image
+            assert image is not None
+            rows = sum(map(is_row_id, sequence.ids[image.start : image.end]))
+            assert rows == self._tower.count_rows(sizes), "the pixels do not match the prompt"
+            needed = self._tower.estimate_bytes(sizes)
+            if not self._reserve(needed, sequence):
+                return False
+            encoding = self._tower.begin([_to_array(tile) for tile in pixels.tiles])
+        except Exception:
+            log.exception("encoding an image failed")
+            self._counters.exceptions += 1
+            self._fail(pixels.key, _FAILED)
+            return False
+        self._current = _Image(pixels.key, encoding, needed)
+        return True
+
+    def _reserve(self, num_bytes: int, sequence: Sequence) -> bool:
+        """Borrows memory for an image of this sequence. If all running sequences wait for images,
+        preempts the others, youngest first. If that does not suffice, fails the sequence."""
+        while not self._scheduler.borrow(num_bytes):
+            others = [s for s in self._scheduler.running if s is not sequence]
+            if not all(s.awaits_features for s in others):
+                self.waiting_for_memory = True
+                return False
+            if not others:
+                message = (
+                    f"an image of this request needs {format_memory(num_bytes)} to be encoded, "
+                    "which is not available: send a smaller image, or increase --memory"
+                )
+                self._outputs.fail(sequence, message, invalid_request=True)
+                return False
+            self._counters.preemptions += 1
+            self._scheduler.preempt(others[-1])
+        return True
+
+    def _count_steps(self, encoding: Encoding) -> int:
+        left = encoding.num_steps - encoding.num_done
+        if self._step_seconds is None or not self._seconds_per_step:
+            return min(left, 1)
+        return min(left, max(1, int(self._step_seconds / self._seconds_per_step)))
+
+    def _finish(self, current: _Image) -> None:
+        """Stores the features, and gives them to all sequences that wait for them."""
+        features = current.encoding.finish()
+        mx.eval(list_arrays(features))
+        if not _is_finite(features):
+            self._fail(current.key, _INVALID_FEATURES)
+            return
+        self._drop_current()
+        self._drop_pixels(current.key)
+        self._features.store(current.key, features)
+        self._counters.images_encoded += 1
+        for sequence in self._waiting_sequences():
+            if _awaited_key(sequence) == current.key:
+                sequence.features = self._features.acquire(current.key)
+        self._features.trim()
+
+    def _fail(self, key: bytes, message: str) -> None:
+        """Fails the sequences that wait for an image."""
+        self._drop_current()
+        self._drop_pixels(key)
+        for sequence in self._waiting_sequences():
+            if _awaited_key(sequence) == key:
+                self._outputs.fail(sequence, message)
+
+    def _drop_current(self) -> None:
+        if self._current is not None:
+            self._scheduler.return_borrowed(self._current.borrowed_bytes)
+            self._current = None
+
+    def _drop_pixels(self, key: bytes) -> None:
+        for sequence in self._known_sequences():
+            sequence.pixels.pop(key, None)
+
+
+def _awaited_key(sequence: Sequence) -> bytes:
+    """Returns the key of the image that the sequence waits for, or no key."""
+    image = sequence.current_image if sequence.awaits_features else None
+    return b"" if image is None else image.key
+
+
+def _is_finite(features: ImageFeatures) -> bool:
+    checks: Ids[mx.array] = [mx.all(mx.isfinite(array)) for array in list_arrays(features)]
+    return all(cast(bool, check.item()) for check in checks)
+
+
+def _to_array(tile: Any) -> mx.array:
+    # MLX's type stubs lack the buffer protocol.
+    pixels: Any = memoryview(tile.data)
+    return mx.array(pixels).reshape(tile.height, tile.width, 3)
