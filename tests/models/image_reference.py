@@ -337,6 +337,7 @@ def main(names: Sequence[str]) -> None:
 def _compute(kind: str, arguments: Mapping[str, Any], num_deepstack: int) -> Any:
     import torch  # pyright: ignore[reportMissingImports]
     import transformers
+    import transformers.modeling_outputs
     from safetensors.numpy import load_file, save_file
 
     make: Any = getattr(transformers, kind)
