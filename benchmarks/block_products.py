@@ -39,7 +39,7 @@ def _measure(ops: Any) -> Iterator[tuple[str, float, list[float]]]:
     for bits, group in ((4, 64), (4, 32), (8, 32)):
         weight = mx.random.normal((OUTPUTS, INPUTS))
         words, *scales = mx.quantize(weight, group, bits)
-        parts = [ops.repack(part.astype(mx.float16)) for part in scales]
+        parts = [ops.repack_scales(part.astype(mx.float16)) for part in scales]
         matmul = ops.Matmul(ops.repack(words, bits), *parts, group_size=group, bits=bits)
         yield f"affine {bits} bits, groups of {group}", bits + 32 / group, list(_time(matmul))
     for type_id in SCALES:

@@ -154,7 +154,8 @@ def find_processor_kind() -> str:
     isa = kernels.describe().isa or ""
     if isa.startswith("neon"):
         return "arm"
-    return {"avx512-amx": "tiles", "avx512-vnni": "vnni"}.get(isa, "avx2")
+    kinds = {"avx512-amx-bf16": "tiles", "avx512-amx": "tiles", "avx512-vnni": "vnni"}
+    return kinds.get(isa, "avx2")
 
 
 def describe_processor() -> str:

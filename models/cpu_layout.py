@@ -47,13 +47,13 @@ _KERNEL_LAYERS: layers.KernelLayerTable = {
 
 
 def set_activation_bits(model: Model, bits: int) -> None:
-    """Selects the precision of activations in products with 4- and 8-bit weights, for a model with
-    the CPU layout. bits: one of `layers.ACTIVATION_BITS`. Raises ModelError if the model has no
-    such products, unless `bits` is the default."""
-    quantized = _find_quantized_layers(model)
-    for layer in quantized:
+    """Selects the precision of activations in products with 4- and 8-bit weights, and with bfloat16
+    weights on tiles, for a model with the CPU layout. bits: one of `layers.ACTIVATION_BITS`. Raises
+    ModelError if the model has no such products, unless `bits` is the default."""
+    rounding = _find_rounding_layers(model)
+    for layer in rounding:
         layer.set_activations(bits)
-    if not quantized and bits != layers.ACTIVATION_BITS[0]:
+    if not rounding and bits != layers.ACTIVATION_BITS[0]:
         reason = "the CPU kernels are not in use" if kernels.ops() is None else "the model has none"
         raise ModelError(
             f"{bits}-bit activations need weights of 4 or 8 bits that the CPU kernels multiply, "
@@ -63,10 +63,11 @@ def set_activation_bits(model: Model, bits: int) -> None:
 
 def get_activation_bits(model: Model) -> int | None:
     """Returns the value of `set_activation_bits`, or None if it does not apply to the model."""
-    return next((layer.activations for layer in _find_quantized_layers(model)), None)
+    found = [layer.activations for layer in _find_rounding_layers(model)]
+    return min((bits for bits in found if bits is not None), default=None)
 
 
-def _find_quantized_layers(model: Model) -> Sequence[layers.KernelLayer]:
+def _find_rounding_layers(model: Model) -> Sequence[layers.KernelLayer]:
     if not isinstance(model, nn.Module):
         return []
     modules: Sequence[tuple[str, Any]] = model.named_modules()

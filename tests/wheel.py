@@ -48,7 +48,7 @@ for kind in (mx.float32, mx.bfloat16, mx.float16):
     assert mx.array_equal(ops.Matmul(ops.repack(weight.astype(kind)))(x), x @ weight.T), kind
 for bits in (4, 8):
     packed = mx.quantize(weight, group_size=64, bits=bits)
-    laid = ops.repack(packed[0], bits), ops.repack(packed[1]), ops.repack(packed[2])
+    laid = ops.repack(packed[0], bits), *map(ops.repack_scales, packed[1:])
     ours = ops.Matmul(*laid, group_size=64, bits=bits)(x)
     theirs = mx.quantized_matmul(x, *packed, group_size=64, bits=bits)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-2), bits

@@ -195,7 +195,7 @@ def _examine() -> Findings:
         called=None if products is None else products > 0,
         kernels=using.kernels,
         kernels_why=info.why,
-        tiles_why=info.why_no_tiles,
+        tiles_why=info.tile_fault or info.why_no_tiles,
         activations=settings.activations,
         memory=device_budget(),
         scratch=_find_compile_dir(),

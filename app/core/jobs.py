@@ -53,8 +53,8 @@ class ComputeBackend:
     kernels: the instruction set of mlxrunner's CPU kernels; None if only MLX's operations are used.
     blas: the BLAS library that MLX uses on the CPU; None if MLX uses the library that it was built
     with. threads: the number of threads that compute one operation. All three are None on a GPU.
-    activations: the precision of activations in 4- and 8-bit layers, in bits; None if the model has
-    no such layers that the kernels compute.
+    activations: the precision of activations in 4- and 8-bit layers, and on tiles in bfloat16 ones,
+    in bits; None if the model has no such layers that the kernels compute.
     """
 
     device: Literal["cpu", "gpu"]

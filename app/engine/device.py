@@ -32,8 +32,8 @@ def detect_backend(activations: int | None = None) -> ComputeBackend:
     if mx.default_device().type == mx.DeviceType.gpu:
         return ComputeBackend(device="gpu")
     info = kernels.describe()
-    if info.why_no_tiles is not None and info.why_no_tiles.startswith(kernels.TILE_TEST_FAILED):
-        log.warning("AMX tiles are disabled: %s", info.why_no_tiles)
+    if info.tile_fault is not None:
+        log.warning("AMX tiles are disabled: %s", info.tile_fault)
     return ComputeBackend(
         device="cpu",
         kernels=info.isa if info.enabled else None,

@@ -19,13 +19,17 @@ import mlx.core as mx
 
 from models import cpu_backend, extension_build
 
+# the beginning of the reasons of KernelInfo if tiles computed a wrong result at the start
+TILE_TEST_FAILED = "the known-answer test failed"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelInfo:
     """The state of the kernels, for users. enabled: whether models on this process's default device
     use the kernels. why: the reason why models do not use them, as one sentence. isa, threads: the
-    instruction set and the number of threads; None if the extension was not built. why_no_tiles:
-    the reason why products do not use tiles; None if they do, or if the extension was not built.
+    instruction set and the number of threads; None if the extension was not built. why_no_tiles,
+    why_no_bf16_tiles: the reason why products with 4- and 8-bit matrices, and those with bfloat16
+    matrices, do not use tiles; None if they do, or if the extension was not built.
     """
 
     built: bool
@@ -34,10 +38,13 @@ class KernelInfo:
     threads: int | None
     why: str | None
     why_no_tiles: str | None = None
+    why_no_bf16_tiles: str | None = None
 
-
-# the beginning of KernelInfo.why_no_tiles if tiles computed a wrong result at the start
-TILE_TEST_FAILED = "the known-answer test failed"
+    @property
+    def tile_fault(self) -> str | None:
+        """The reason why tiles are not used, if it is that they computed a wrong result."""
+        reasons = (self.why_no_tiles, self.why_no_bf16_tiles)
+        return next((why for why in reasons if why and why.startswith(TILE_TEST_FAILED)), None)
 
 
 def ops(*arrays: mx.array) -> Any:
@@ -66,12 +73,13 @@ def describe() -> KernelInfo:
         threads=_module.num_threads(),
         why=None if on else "the device is not the CPU",
         why_no_tiles=_module.why_no_tiles() or None,
+        why_no_bf16_tiles=_module.why_no_bf16_tiles() or None,
     )
 
 
 # The version of the interface of src/module.cpp. It is increased when an operation is added or
 # changes, so that operations that were compiled before are not used.
-_INTERFACE = 9
+_INTERFACE = 10
 
 
 def _load_extension() -> tuple[Any, bool, str | None]:

@@ -16,7 +16,12 @@ def isa() -> str:
     machine does not support the one in MLXRUNNER_ISA."""
 
 def why_no_tiles() -> str:
-    """Returns the reason why products do not use tiles (Intel AMX), or "" if they do."""
+    """Returns the reason why products with 4- and 8-bit matrices do not use tiles (Intel AMX), or
+    "" if they do."""
+
+def why_no_bf16_tiles() -> str:
+    """Returns the reason why products with bfloat16 matrices do not use tiles, or "" if they do. On
+    tiles, their bits differ from those of other instruction sets."""
 
 def num_threads() -> int: ...
 def set_num_threads(count: int) -> None:
@@ -36,9 +41,10 @@ def trim_memory() -> None:
 class Matmul:
     """Computes x @ W^T + bias with a matrix W [out, in]. The matrix is float32, bfloat16 or
     float16, or in MLX's affine packing of 4 or 8 bits, in groups of 32, 64 or 128. weight, scales
-    and biases have the layout of `repack`. bias: [out] float32. activations: the number of bits to
-    which products with a packed matrix round x, 8, 16 or 24. Raises ValueError for other shapes,
-    types and numbers."""
+    and biases have the layout of `repack` and `repack_scales`. bias: [out] float32. activations:
+    the number of bits to which products with a packed matrix round x, 8, 16 or 24. On tiles,
+    products with a bfloat16 matrix round x to 16 bits unless it is 24. Raises ValueError for other
+    shapes, types and numbers."""
 
     def __init__(
         self,
@@ -152,8 +158,11 @@ def repack_blocks(raw: mx.array, type_id: int) -> mx.array:
 
 def repack(a: mx.array, bits: int = 0, *, undo: bool = False) -> mx.array:
     """Packs an array [..., out, n] into panels of sixteen interleaved rows, in the same shape. The
-    array is a matrix, scales or biases, or packed words if bits is 4 or 8. undo: whether to unpack
-    instead. Works in place if there is no other reference to the array."""
+    array is a matrix, or packed words if bits is 4 or 8. undo: whether to unpack instead. Works in
+    place if there is no other reference to the array."""
+
+def repack_scales(a: mx.array, *, undo: bool = False) -> mx.array:
+    """Like `repack`, for the scales or the biases of a packed matrix."""
 
 def gate_up(activation: str, gate: Matmul, up: Matmul, x: mx.array) -> mx.array:
     """Returns activation(gate(x)) * up(x). activation: see `glu`."""

@@ -23,16 +23,18 @@ _PARAMETERS = ("weight", "scales", "biases", "bias")
 _FLOAT_DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
-# The number of bits to which a product with 4- or 8-bit weights rounds its input. 24 bits are as
-# precise as float32.
+# The number of bits to which a product with 4- or 8-bit weights, or with bfloat16 weights on tiles,
+# rounds its input. 24 bits are as precise as float32.
 ACTIVATION_BITS = (24, 16, 8)
+_EXACT_BITS = ACTIVATION_BITS[0]
+_MIN_BF16_BITS = 16
 
 
 class KernelLayer(nn.Module):
     def __init__(self, layer: Any, ops: Any) -> None:
         nn.Module.__init__(self)
         self._ops = ops
-        self._activations = ACTIVATION_BITS[0]
+        self._activations = _EXACT_BITS
         copy_parameters(self, layer, ops)
         self._matmul: Matmul | None = make_matmul(self, ops)
 
@@ -53,7 +55,9 @@ class KernelLayer(nn.Module):
         value: Any = super().__getattr__(name)
         if name not in _PARAMETERS or value.ndim < 2 or name == "bias":
             return value
-        return self._ops.repack(value, _bits(self, name), undo=True)
+        if name != "weight":
+            return self._ops.repack_scales(value, undo=True)
+        return self._ops.repack(value, _bits(self), undo=True)
 
     @property
     def matmul(self) -> "Matmul":
@@ -64,9 +68,11 @@ class KernelLayer(nn.Module):
 
     @property
     def activations(self) -> int | None:
-        """One of ACTIVATION_BITS, or None if the weights are not quantized."""
-        is_quantized = "scales" in self or _block_type(self) is not None
-        return self._activations if is_quantized else None
+        """One of ACTIVATION_BITS, or None if products with the weights do not round their input."""
+        if "scales" in self or _block_type(self) is not None:
+            return self._activations
+        on_tiles = self["weight"].dtype == mx.bfloat16 and not self._ops.why_no_bf16_tiles()
+        return max(self._activations, _MIN_BF16_BITS) if on_tiles else None
 
     def set_activations(self, bits: int) -> None:
         self._activations, self._matmul = bits, None
@@ -185,7 +191,9 @@ def to_kernel_layout(layer: Any, name: str, array: mx.array, ops: Any) -> mx.arr
         return mx.contiguous(array.astype(mx.float32))
     if (type_id := _block_type(layer)) is not None:
         return ops.repack_blocks(array, type_id)
-    return array if array.ndim < 2 else ops.repack(array, _bits(layer, name))
+    if array.ndim < 2:
+        return array
+    return ops.repack(array, _bits(layer)) if name == "weight" else ops.repack_scales(array)
 
 
 def _block_type(layer: Any) -> int | None:
@@ -193,8 +201,9 @@ def _block_type(layer: Any) -> int | None:
     return vars(layer).get("type_id")
 
 
-def _bits(layer: Any, name: str) -> int:
-    return layer.bits if name == "weight" and "scales" in layer else 0
+def _bits(layer: Any) -> int:
+    """Returns the bits of a packed weight, or 0 if the weight is not packed."""
+    return layer.bits if "scales" in layer else 0
 
 
 def make_matmul(layer: KernelLayer, ops: Any) -> "Matmul":
@@ -210,7 +219,7 @@ def make_matmul(layer: KernelLayer, ops: Any) -> "Matmul":
             activations=layer.activations,
         )
     if "scales" not in layer:
-        return ops.Matmul(layer["weight"], bias=bias)
+        return ops.Matmul(layer["weight"], bias=bias, activations=layer.activations or _EXACT_BITS)
     return ops.Matmul(
         layer["weight"],
         layer["scales"],

@@ -484,6 +484,7 @@ def test_a_report_replaces_the_part_of_its_kind_of_processor_and_the_plots(
 @rows(
     ("isa", "kind"),
     [
+        ("avx512-amx-bf16", "tiles"),
         ("avx512-amx", "tiles"),
         ("avx512-vnni", "vnni"),
         ("avx512", "avx2"),

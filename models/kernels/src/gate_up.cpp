@@ -31,7 +31,7 @@ class GateUpPrimitive : public CpuPrimitive {
     mx::cpu::get_command_encoder(stream()).dispatch([=, x = View(in[0]), kind = activation_] {
       if (!gate.rows) return;
       const float* rows = x.rows(scratch<ForX>(x.contiguous ? 0 : count * width));
-      for_input_batches(count, [&](std::int64_t from, std::int64_t num_rows) {
+      for_input_batches(gate, count, [&](std::int64_t from, std::int64_t num_rows) {
         multiply_gate_up(kind, {gate, gate_bias}, {up, up_bias}, rows + from * width, num_rows,
                          y + from * gate.rows);
       });

@@ -6,7 +6,7 @@
 namespace mlxrunner {
 
 // Computes activation(gate x) * (up x) -> [count, rows] on the thread pool. x: contiguous rows, at
-// most kMaxInputRows of them. gate and up must have the same shape and format.
+// most max_input_rows of them. gate and up must have the same shape and format.
 void multiply_gate_up(Activation kind, const MatrixAndBias& gate, const MatrixAndBias& up,
                       const float* x, std::int64_t count, float* y);
 

@@ -5,6 +5,7 @@
 #include "mamba2.hpp"
 #include "pointwise.hpp"
 #include "matmul.hpp"
+#include "matmul_bf16_tiles.hpp"
 #include "matmul_tiles.hpp"
 #include "sampling.hpp"
 
@@ -12,6 +13,7 @@ namespace mlxrunner::ISA {
 
 inline constexpr Kernels kTable{
     .name = kName,
+    .bf16_on_tiles = false,
     .packed_input_stride = packed_input_stride,
     .input_block = kInputRowsPerTile,
     .pack_input = pack_input,
@@ -20,6 +22,8 @@ inline constexpr Kernels kTable{
     .fits_tiles = fits_tiles,
     .tile_reference = tile_reference,
     .tile_reference_scratch = tile_reference_scratch,
+    .bf16_tile_reference = bf16_tile_reference,
+    .bf16_tile_reference_scratch = bf16_tile_reference_scratch,
     .dequantize_row = dequantize_row,
     .rms_norm = rms_norm,
     .rope_angles = rope_angles,

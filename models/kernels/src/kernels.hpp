@@ -26,8 +26,9 @@ enum class ScaleType : std::uint8_t { f32, bf16, f16 };
 
 // A matrix [rows, width], stored as consecutive panels of sixteen rows (matmul_float.hpp,
 // matmul_quantized.hpp, block_formats.hpp). If it is quantized, width is a multiple of `group` (16,
-// 32, 64 or 128). Otherwise group is 0. planes: the number of signed bytes to which the product with a quantized
-// matrix rounds an element of x, from 1 to 3.
+// 32, 64 or 128). Otherwise group is 0. planes: the number of signed bytes to which the product with
+// a quantized matrix rounds an element of x, from 1 to 3. On tiles, the product with a bfloat16
+// matrix uses three bfloat16 parts of an element if planes is 3, and otherwise two.
 struct Matrix {
   WeightFormat format;
   ScaleType scale_type;
@@ -131,6 +132,10 @@ inline constexpr float kUniformUnit = (1 - 0x1p-24) * 0x1p-32;
 struct Kernels {
   const char* name;
 
+  // Whether products with bfloat16 matrices use tiles. Their bits then differ from those of other
+  // instruction sets.
+  bool bf16_on_tiles;
+
   // The stride of packed rows if `count` rows of x have to be packed for this matrix, else 0.
   std::int64_t (*packed_input_stride)(const Matrix&, std::int64_t count);
 
@@ -155,6 +160,12 @@ struct Kernels {
   void (*tile_reference)(const Matrix&, const float* x, std::int64_t count, float* y,
                          float* scratch);
   std::int64_t (*tile_reference_scratch)(const Matrix&, std::int64_t count);
+
+  // The same for a bfloat16 matrix (matmul_bf16_tiles.hpp), including the last panel. The results
+  // are those of `matmul` only if bf16_on_tiles.
+  void (*bf16_tile_reference)(const Matrix&, const float* x, std::int64_t count, float* y,
+                              float* scratch);
+  std::int64_t (*bf16_tile_reference_scratch)(const Matrix&, std::int64_t count);
 
   // Converts row n of the matrix to float32, in row-major order.
   void (*dequantize_row)(const Matrix&, std::int64_t n, float* out);
@@ -208,6 +219,7 @@ struct Kernels {
 
 // These functions return nullptr if this machine does not support the instruction set, or if it was
 // not compiled.
+const Kernels* kernels_avx512_amx_bf16();
 const Kernels* kernels_avx512_amx();
 const Kernels* kernels_avx512_vnni();
 const Kernels* kernels_avx512();

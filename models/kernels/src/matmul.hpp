@@ -1,6 +1,7 @@
 // Multiplication of x by a matrix, for one or more rows of x.
 //
-//   matmul_float.hpp      a matrix of float32, bfloat16 or float16
+//   matmul_float.hpp      a matrix of float32, bfloat16 or float16 (bfloat16 on tiles:
+//                         matmul_bf16_tiles.hpp)
 //   matmul_quantized.hpp  a matrix of 4 or 8 bits
 //   matmul_blocks.hpp     a matrix with a block type of GGUF
 //
@@ -13,13 +14,6 @@
 #include "matmul_float.hpp"
 
 namespace mlxrunner::ISA {
-
-// bias: of all rows of w, or null.
-inline void add_bias(const float* bias, float* y, i64 ldy, i64 count, i64 begin, i64 end) {
-  if (!bias) return;
-  for (i64 m = 0; m < count; m++)
-    for (i64 n = begin; n < end; n++) y[m * ldy + n] = y[m * ldy + n] + bias[n];
-}
 
 inline void matmul(const Matrix& w, PackedRows x, const float* bias, float* y, i64 ldy, i64 begin,
                    i64 end, float* scratch) {

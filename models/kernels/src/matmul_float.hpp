@@ -6,7 +6,9 @@
 // Sixteen rows of w form a panel, in which the k-th elements of all rows are adjacent. Therefore
 // lane r of a register belongs to row r, and a register is multiplied by one broadcast element of
 // x. Memory is read sequentially, and no sum crosses lanes. If the number of rows is not a multiple
-// of sixteen, the last panel is narrower.
+// of sixteen, the last panel is narrower. In a panel of bfloat16, elements 2k and 2k + 1 of a row are
+// adjacent, as tiles need them (matmul_bf16_tiles.hpp); if the width is odd, the last elements have
+// no second one.
 //
 // Each sum is computed in K blocks. Within a block, products are added from the first element to
 // the last. Then the blocks are added one after the other. This order does not depend on the number
@@ -21,16 +23,22 @@ namespace mlxrunner::ISA {
 // cache while it is reused.
 inline constexpr i64 kBlockK = 192;
 
+// kColumns: the number of columns of a panel that are interleaved.
 struct F32 {
   using Number = float;
+  static constexpr int kColumns = 1;
   static V load_column(const float* p) { return load(p); }
 };
 struct Bf16 {
   using Number = std::uint16_t;
+  static constexpr int kColumns = 2;
   static V load_column(const std::uint16_t* p) { return load_bf16(p); }
+  static V load_first(const std::uint16_t* p) { return load_even_bf16(p); }
+  static V load_second(const std::uint16_t* p) { return load_odd_bf16(p); }
 };
 struct F16 {
   using Number = std::uint16_t;
+  static constexpr int kColumns = 1;
   static V load_column(const std::uint16_t* p) { return load_f16(p); }
 };
 
@@ -94,6 +102,17 @@ struct OutputTile {
   bool overwrite;  // true for the first K block; the others are added to the output
 };
 
+// Adds the products of one column of R panels and of M rows of x.
+template <int R, int M>
+inline void add_column(const V (&weights)[R], const float* x, V (&sums)[R][M]) {
+  MLXRUNNER_UNROLL
+  for (int m = 0; m < M; m++) {
+    const V broadcast_x = set1(x[m]);
+    MLXRUNNER_UNROLL
+    for (int r = 0; r < R; r++) sums[r][m] = fma(weights[r], broadcast_x, sums[r][m]);
+  }
+}
+
 // Multiplies elements [0, count) of R panels that are `next` apart by those of M rows of x.
 template <class Format, int R, int M>
 inline void tile_kernel(const typename Format::Number* w, i64 next, const float* x, i64 count,
@@ -103,19 +122,27 @@ inline void tile_kernel(const typename Format::Number* w, i64 next, const float*
   for (int r = 0; r < R; r++)
     MLXRUNNER_UNROLL
     for (int m = 0; m < M; m++) sums[r][m] = zero();
-  for (i64 k = 0; k < count; k++, w += kPanelRows, x += M) {
-    V weights[R];
+  // one panel is streamed from memory, but several panels are in the cache after the first rows of x
+  const auto prefetch_panel = [&] {
+    if constexpr (R == 1) prefetch(reinterpret_cast<std::uintptr_t>(w) + kPrefetchBytes);
+  };
+  V weights[R];
+  i64 k = 0;
+  if constexpr (Format::kColumns == 2)
+    for (; k + 1 < count; k += 2, w += 2 * kPanelRows, x += 2 * M) {
+      MLXRUNNER_UNROLL
+      for (int r = 0; r < R; r++) weights[r] = Format::load_first(w + r * next);
+      prefetch_panel();
+      add_column<R, M>(weights, x, sums);
+      MLXRUNNER_UNROLL
+      for (int r = 0; r < R; r++) weights[r] = Format::load_second(w + r * next);
+      add_column<R, M>(weights, x + M, sums);
+    }
+  for (; k < count; k++, w += kPanelRows, x += M) {
     MLXRUNNER_UNROLL
     for (int r = 0; r < R; r++) weights[r] = Format::load_column(w + r * next);
-    // one panel is streamed from memory, but several panels are in the cache after the first rows
-    // of x
-    if constexpr (R == 1) prefetch(reinterpret_cast<std::uintptr_t>(w) + kPrefetchBytes);
-    MLXRUNNER_UNROLL
-    for (int m = 0; m < M; m++) {
-      const V broadcast_x = set1(x[m]);
-      MLXRUNNER_UNROLL
-      for (int r = 0; r < R; r++) sums[r][m] = fma(weights[r], broadcast_x, sums[r][m]);
-    }
+    prefetch_panel();
+    add_column<R, M>(weights, x, sums);
   }
   MLXRUNNER_UNROLL
   for (int m = 0; m < M; m++)
@@ -189,8 +216,11 @@ void last_panel_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 beg
   using Number = typename Format::Number;
   const i64 rows = w.rows - begin;
   auto* weights = reinterpret_cast<Number*>(scratch);
-  pad_rows(static_cast<const Number*>(w.data) + begin * w.width, w.width, rows, sizeof(Number),
-           weights);
+  constexpr i64 kColumns = Format::kColumns;
+  const auto* panel = static_cast<const Number*>(w.data) + begin * w.width;
+  const i64 whole = w.width / kColumns, rest = w.width % kColumns, paired = whole * kColumns;
+  pad_rows(panel, whole, rows, kColumns * sizeof(Number), weights);
+  pad_rows(panel + paired * rows, rest, rows, sizeof(Number), weights + paired * kPanelRows);
   float* out = scratch + w.width * kPanelRows;
   for (i64 m = 0; m < x.count; m += kInputRowsPerTile) {
     const i64 num_rows = x.count - m < kInputRowsPerTile ? x.count - m : kInputRowsPerTile;
@@ -217,12 +247,19 @@ inline void convert_float_row(const Matrix& w, i64 n, float* out) {
   const i64 begin = n / kPanelRows * kPanelRows;
   const i64 rows = w.rows - begin < kPanelRows ? w.rows - begin : kPanelRows;
   for_format(w, [&](auto format) {
-    using Number = typename decltype(format)::Number;
-    const auto* column = static_cast<const Number*>(w.data) + begin * w.width + n - begin;
+    using Format = decltype(format);
+    using Number = typename Format::Number;
+    constexpr i64 kColumns = Format::kColumns;
+    const auto* panel = static_cast<const Number*>(w.data) + begin * w.width;
+    const i64 row = n - begin, paired = w.width / kColumns * kColumns;
     Number numbers[kPanelRows] = {};
     for (i64 k = 0; k < w.width; k += kPanelRows) {
       const i64 count = w.width - k < kPanelRows ? w.width - k : kPanelRows;
-      for (i64 i = 0; i < count; i++) numbers[i] = column[(k + i) * rows];
+      for (i64 i = 0; i < count; i++) {
+        const i64 at = k + i, first = at / kColumns * kColumns;
+        numbers[i] = at < paired ? panel[first * rows + row * kColumns + at - first]
+                                 : panel[at * rows + row];
+      }
       store(out + k, format.load_column(numbers), count);
     }
   });

@@ -76,8 +76,11 @@ class TileReferencePrimitive : public CpuPrimitive {
     float* y = outs[0].data<float>();
     const std::int64_t count = static_cast<std::int64_t>(in[0].size()) / w.width;
     mx::cpu::get_command_encoder(stream()).dispatch([=, x = in[0].data<float>()] {
-      const auto size = static_cast<std::size_t>(kernels().tile_reference_scratch(w, count));
-      kernels().tile_reference(w, x, count, y, scratch<ForMatmul>(size));
+      const Kernels& k = kernels();
+      const bool is_bf16 = w.format == WeightFormat::bf16;
+      const auto find_size = is_bf16 ? k.bf16_tile_reference_scratch : k.tile_reference_scratch;
+      const auto multiply = is_bf16 ? k.bf16_tile_reference : k.tile_reference;
+      multiply(w, x, count, y, scratch<ForMatmul>(static_cast<std::size_t>(find_size(w, count))));
     });
   }
 
@@ -119,6 +122,15 @@ class DequantizeRowsPrimitive : public CpuPrimitive {
 
 }  // namespace
 
+std::int64_t max_input_rows(const Matrix& w) {
+  constexpr std::int64_t kMaxRows = 768;
+  if (!kernels().bf16_on_tiles || w.format != WeightFormat::bf16) return kMaxRows;
+  // On tiles, all tasks read all rows of x from the L2 cache.
+  constexpr std::int64_t kMaxBytes = 5 << 18, kMaxTileRows = 128, kMinTileRows = 32;
+  const std::int64_t rows = kMaxBytes / (4 * kernels().packed_input_stride(w, kMaxTileRows));
+  return std::clamp(rows / kMinTileRows * kMinTileRows, kMinTileRows, kMaxTileRows);
+}
+
 std::int64_t rows_per_task(const Matrix& w, std::int64_t count) {
   const std::int64_t threads = ThreadPool::shared().num_threads();
   if (count * w.rows * w.width < kMinParallelWork) return w.rows;
@@ -126,7 +138,9 @@ std::int64_t rows_per_task(const Matrix& w, std::int64_t count) {
   // with many rows of x, each row of w requires much work
   const std::int64_t rows =
       count > 8 ? w.rows / (8 * threads) : std::min(rows_by_size, w.rows / threads);
-  return std::max<std::int64_t>(1, (rows + kPanelRows - 1) / kPanelRows) * kPanelRows;
+  // two panels share the loads of x
+  const std::int64_t unit = rows > 2 * kPanelRows ? 2 * kPanelRows : kPanelRows;
+  return std::max<std::int64_t>(1, (rows + unit - 1) / unit) * unit;
 }
 
 PackedRows pack_rows(const Matrix& w, const float* x, std::int64_t count) {
@@ -134,7 +148,7 @@ PackedRows pack_rows(const Matrix& w, const float* x, std::int64_t count) {
   const std::int64_t stride = k.packed_input_stride(w, count);
   if (!stride) return {x, count, w.width};
   float* packed = scratch<ForPackedRows>(static_cast<std::size_t>(count * stride));
-  const std::int64_t task_rows = count < 32 ? count : 2 * k.input_block;
+  const std::int64_t task_rows = count < 32 ? count : std::max<std::int64_t>(k.input_block, 24);
   ThreadPool::shared().run((count + task_rows - 1) / task_rows, [&](std::int64_t i) {
     const std::int64_t from = i * task_rows, num_rows = std::min(task_rows, count - from);
     k.pack_input(w, x + from * w.width, num_rows, packed + from * stride, stride);
@@ -145,7 +159,7 @@ PackedRows pack_rows(const Matrix& w, const float* x, std::int64_t count) {
 void multiply(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y) {
   if (!w.rows) return;
   const Kernels& k = kernels();
-  for_input_batches(count, [&](std::int64_t from, std::int64_t num_rows) {
+  for_input_batches(w, count, [&](std::int64_t from, std::int64_t num_rows) {
     const PackedRows rows = pack_rows(w, x + from * w.width, num_rows);
     const std::size_t scratch_size = static_cast<std::size_t>(k.matmul_scratch(w));
     const std::int64_t task_rows = rows_per_task(w, num_rows);
@@ -191,11 +205,13 @@ Matmul::Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<
     if (biases_->dtype() != scales_->dtype())
       throw std::invalid_argument("scales and biases must be of one type");
   } else {
-    inputs_ = weight_.shape(-1), group_ = planes_ = 0;
+    inputs_ = weight_.shape(-1), group_ = 0;
     const ScaleType type = to_scale_type(weight_, "a matrix");
     format_ = type == ScaleType::f32    ? WeightFormat::f32
               : type == ScaleType::bf16 ? WeightFormat::bf16
                                         : WeightFormat::f16;
+    // a product with a bfloat16 matrix uses at least 16 bits of x
+    planes_ = format_ == WeightFormat::bf16 ? std::max(planes_, 2) : 0;
   }
   if (!inputs_) throw std::invalid_argument("a matrix must have columns");
   if (bias_ && (bias_->dtype() != mx::float32 || bias_->shape() != outer))
@@ -271,7 +287,9 @@ mx::array Matmul::operator()(const mx::array& x) const {
 
 mx::array Matmul::multiply_by_tile_reference(const mx::array& x) const {
   const Matrix w{format_, scale_type_, group_, planes_, outputs_, inputs_, nullptr, nullptr, nullptr};
-  if (stacked_ || bias_ || outputs_ % kPanelRows || !kernels().fits_tiles(w))
+  const bool fits = format_ == WeightFormat::bf16 ||
+                    (kernels().fits_tiles(w) && outputs_ % kPanelRows == 0);
+  if (stacked_ || bias_ || !fits)
     throw std::invalid_argument("tiles do not fit this matrix");
   std::vector<mx::array> in{contiguous_rows(to_float32(x, inputs_))};
   mx::Shape shape = x.shape();

@@ -13,7 +13,8 @@ namespace mlxrunner {
 // packing in 4 or 8 bits with scales and biases [out, in / group]. All arrays are in panels
 // (repack.hpp). bias: [out] float32, added to the product. The object can also be a stack of such
 // matrices, with an additional first axis. activations: the number of bits to which a product with
-// a quantized matrix rounds the elements of x: 8, 16 or 24.
+// a quantized matrix rounds the elements of x: 8, 16 or 24. On tiles, a product with a bfloat16
+// matrix rounds them to 16 bits unless it is 24.
 class Matmul {
  public:
   Matmul(mx::array weight, std::optional<mx::array> scales, std::optional<mx::array> biases,
@@ -28,7 +29,8 @@ class Matmul {
   mx::array operator()(const mx::array& x) const;
 
   // Computes the same product with the algorithm for tiles, in plain C++. Raises if tiles do not fit
-  // the matrix, if the number of outputs is not a multiple of 16, or if there is a bias.
+  // the matrix, if there is a bias, or if the number of outputs of a quantized matrix is not a
+  // multiple of 16.
   mx::array multiply_by_tile_reference(const mx::array& x) const;
 
   // Multiplies x [..., 1, in] by the matrices indices [..., k] of a stack. Returns [..., k, 1, out]
@@ -79,14 +81,14 @@ struct MatrixAndBias {
   const float* bias;
 };
 
-// The maximum number of rows of x per batch. Without this limit, packed rows and intermediate
-// results would grow with the length of a prompt.
-inline constexpr std::int64_t kMaxInputRows = 768;
+// Returns the maximum number of rows of x per batch. Without this limit, packed rows and
+// intermediate results would grow with the length of a prompt.
+std::int64_t max_input_rows(const Matrix& w);
 
 // Divides `count` rows into as few batches as possible and calls function(from, num_rows) for each.
 template <class F>
-void for_input_batches(std::int64_t count, F function) {
-  const std::int64_t batches = (count + kMaxInputRows - 1) / kMaxInputRows;
+void for_input_batches(const Matrix& w, std::int64_t count, F function) {
+  const std::int64_t max_rows = max_input_rows(w), batches = (count + max_rows - 1) / max_rows;
   for (std::int64_t i = 0, from = 0; i < batches; i++) {
     const std::int64_t to = count * (i + 1) / batches;
     function(from, to - from);

@@ -278,9 +278,11 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 9;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 10;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
+  m.def("why_no_bf16_tiles", [] { return selection().why_no_bf16_tiles; },
+        "Why products with bfloat16 matrices do not use tiles, or ''.");
   m.def(
       "num_threads", [] { return mlxrunner::ThreadPool::shared().num_threads(); },
       "The number of threads that share a matmul.");
@@ -313,6 +315,7 @@ NB_MODULE(_kernels, m) {
   bind_sampling(m);
   m.def("repack_blocks", &repack_blocks, "raw"_a, "type_id"_a);
   m.def("repack", &repack, "a"_a, "bits"_a = 0, nb::kw_only(), "undo"_a = false);
+  m.def("repack_scales", &repack_scales, "a"_a, nb::kw_only(), "undo"_a = false);
   bind_rowwise(m);
   bind_attention(m);
   bind_blocks(m);

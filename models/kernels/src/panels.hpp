@@ -23,4 +23,11 @@ inline void pad_rows(const void* in, i64 count, i64 rows, i64 size, void* out) {
   }
 }
 
+// bias: of all rows of w, or null.
+inline void add_bias(const float* bias, float* y, i64 ldy, i64 count, i64 begin, i64 end) {
+  if (!bias) return;
+  for (i64 m = 0; m < count; m++)
+    for (i64 n = begin; n < end; n++) y[m * ldy + n] = y[m * ldy + n] + bias[n];
+}
+
 }  // namespace mlxrunner::ISA

@@ -27,23 +27,28 @@ std::uint32_t join_nibbles(std::uint32_t word) {
   return out;
 }
 
+// The order of the elements of a panel: by columns, or by pairs of columns.
+enum class PanelOrder : std::uint8_t { columns, pairs };
+
 // Transposes a panel, or transposes it back if `undo`, and applies `convert` to each element.
 template <class T, class F>
-void transpose_panel(const T* src, T* dst, std::int64_t rows, std::int64_t width, bool undo,
-                     F convert) {
+void transpose_panel(const T* src, T* dst, std::int64_t rows, std::int64_t width, PanelOrder order,
+                     bool undo, F convert) {
+  const std::int64_t paired = order == PanelOrder::pairs ? width / 2 * 2 : 0;
   T* buffer = reinterpret_cast<T*>(scratch<ForPanel>(static_cast<std::size_t>(rows * width)));
   std::memcpy(buffer, src, static_cast<std::size_t>(rows * width) * sizeof(T));
   for (std::int64_t r = 0; r < rows; r++)
     for (std::int64_t k = 0; k < width; k++) {
-      const std::int64_t row_major = r * width + k, in_panel = k * rows + r;
+      const std::int64_t row_major = r * width + k,
+                         in_panel = k < paired ? (k / 2 * rows + r) * 2 + k % 2 : k * rows + r;
       dst[undo ? row_major : in_panel] = convert(buffer[undo ? in_panel : row_major]);
     }
 }
 
 class RepackPrimitive : public CpuPrimitive {
  public:
-  RepackPrimitive(mx::Stream stream, int bits, bool undo)
-      : CpuPrimitive(stream), bits_(bits), undo_(undo) {}
+  RepackPrimitive(mx::Stream stream, int bits, PanelOrder order, bool undo)
+      : CpuPrimitive(stream), bits_(bits), order_(order), undo_(undo) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     const mx::array& a = in[0];
@@ -53,12 +58,12 @@ class RepackPrimitive : public CpuPrimitive {
     const std::int64_t outputs = a.shape(-2), width = a.shape(-1);
     const std::int64_t panels = (outputs + kPanelRows - 1) / kPanelRows;
     const std::int64_t count = static_cast<std::int64_t>(a.size()) / (outputs * width) * panels;
-    const auto run = [=, bits = bits_, undo = undo_](auto* src, auto* dst) {
+    const auto run = [=, bits = bits_, order = order_, undo = undo_](auto* src, auto* dst) {
       ThreadPool::shared().run(count, [=](std::int64_t i) {
         const std::int64_t row = i % panels * kPanelRows,
                            rows = std::min(kPanelRows, outputs - row);
         const std::int64_t offset = (i / panels * outputs + row) * width;
-        repack_panel(bits, undo, src + offset, dst + offset, rows, width);
+        repack_panel(bits, order, undo, src + offset, dst + offset, rows, width);
       });
     };
     auto& encoder = mx::cpu::get_command_encoder(stream());
@@ -77,27 +82,45 @@ class RepackPrimitive : public CpuPrimitive {
 
  private:
   template <class T>
-  static void repack_panel(int bits, bool undo, const T* src, T* dst, std::int64_t rows,
-                           std::int64_t width) {
+  static void repack_panel(int bits, PanelOrder order, bool undo, const T* src, T* dst,
+                           std::int64_t rows, std::int64_t width) {
     if (bits == 4)
-      transpose_panel(src, dst, rows, width, undo, undo ? join_nibbles : split_nibbles);
-    else transpose_panel(src, dst, rows, width, undo, [](T number) { return number; });
+      transpose_panel(src, dst, rows, width, order, undo, undo ? join_nibbles : split_nibbles);
+    else transpose_panel(src, dst, rows, width, order, undo, [](T number) { return number; });
   }
 
   int bits_;
+  PanelOrder order_;
   bool undo_;
 };
+
+mx::array make_repacked(const mx::array& a, int bits, PanelOrder order, bool undo) {
+  return mx::array(a.shape(), a.dtype(),
+                   std::make_shared<RepackPrimitive>(cpu(), bits, order, undo),
+                   std::vector<mx::array>{contiguous_rows(a)});
+}
+
+void check_axes(const mx::array& a) {
+  if (a.ndim() < 2)
+    throw std::invalid_argument("a matrix must have two axes, and a stack more");
+}
 
 }  // namespace
 
 mx::array repack(const mx::array& a, int bits, bool undo) {
-  if (a.ndim() < 2)
-    throw std::invalid_argument("a matrix must have two axes, and a stack more");
+  check_axes(a);
   if (bits ? (bits != 4 && bits != 8) || a.dtype() != mx::uint32
            : a.itemsize() != 2 && a.itemsize() != 4)
-    throw std::invalid_argument("only 4- and 8-bit words, floats and scales can be repacked");
-  return mx::array(a.shape(), a.dtype(), std::make_shared<RepackPrimitive>(cpu(), bits, undo),
-                   std::vector<mx::array>{contiguous_rows(a)});
+    throw std::invalid_argument("only 4- and 8-bit words and floats can be repacked");
+  const bool is_bf16 = a.dtype() == mx::bfloat16;
+  return make_repacked(a, bits, is_bf16 ? PanelOrder::pairs : PanelOrder::columns, undo);
+}
+
+mx::array repack_scales(const mx::array& a, bool undo) {
+  check_axes(a);
+  if (a.itemsize() != 2 && a.itemsize() != 4)
+    throw std::invalid_argument("scales must be float32, bfloat16 or float16");
+  return make_repacked(a, 0, PanelOrder::columns, undo);
 }
 
 }  // namespace mlxrunner

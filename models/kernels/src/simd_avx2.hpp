@@ -61,6 +61,18 @@ inline V load_bf16(const std::uint16_t* p) {
   const auto* h = reinterpret_cast<const __m128i*>(p);
   return {bf16_to_f32(_mm_loadu_si128(h)), bf16_to_f32(_mm_loadu_si128(h + 1))};
 }
+// the even or odd ones of 32 numbers
+inline V load_even_bf16(const std::uint16_t* p) {
+  const auto* h = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(h), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(h + 1), 16))};
+}
+inline V load_odd_bf16(const std::uint16_t* p) {
+  const auto* h = reinterpret_cast<const __m256i*>(p);
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(h), high)),
+          _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(h + 1), high))};
+}
 inline V load_f16(const std::uint16_t* p) {
   const auto* h = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};

@@ -1,6 +1,7 @@
 // Sixteen float32 values in one AVX-512 register. The following rules apply to all SIMD headers
 // (simd_*.hpp). Each operation rounds once, as IEEE 754 requires. `sum` adds in a fixed tree.
-// Therefore the results of all instruction sets with fused multiply-add are bit-identical.
+// Therefore the results of all instruction sets with fused multiply-add are bit-identical, except
+// for products with bfloat16 matrices on tiles (matmul_bf16_tiles.hpp).
 #pragma once
 
 #include <immintrin.h>
@@ -52,6 +53,14 @@ inline V load(const std::uint16_t* p, std::int64_t n, bool bf16) {
 inline V load_bf16(const std::uint16_t* p) {
   __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+}
+// the even or odd ones of 32 numbers
+inline V load_even_bf16(const std::uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+inline V load_odd_bf16(const std::uint16_t* p) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high))};
 }
 inline V load_f16(const std::uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};

@@ -84,6 +84,20 @@ inline V load_bf16(const std::uint16_t* p) {
   return {bf16_to_f32(vld1_u16(p)), bf16_to_f32(vld1_u16(p + 4)), bf16_to_f32(vld1_u16(p + 8)),
           bf16_to_f32(vld1_u16(p + 12))};
 }
+// the even or odd ones of 32 numbers
+inline float32x4_t even_bf16(const std::uint16_t* p) {
+  return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(vld1q_u16(p)), 16));
+}
+inline float32x4_t odd_bf16(const std::uint16_t* p) {
+  const uint32x4_t high = vdupq_n_u32(0xffff0000);
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(vld1q_u16(p)), high));
+}
+inline V load_even_bf16(const std::uint16_t* p) {
+  return {even_bf16(p), even_bf16(p + 8), even_bf16(p + 16), even_bf16(p + 24)};
+}
+inline V load_odd_bf16(const std::uint16_t* p) {
+  return {odd_bf16(p), odd_bf16(p + 8), odd_bf16(p + 16), odd_bf16(p + 24)};
+}
 inline V load_f16(const std::uint16_t* p) {
   return {f16_to_f32(vld1_u16(p)), f16_to_f32(vld1_u16(p + 4)), f16_to_f32(vld1_u16(p + 8)),
           f16_to_f32(vld1_u16(p + 12))};

@@ -102,6 +102,20 @@ inline V load_bf16(const std::uint16_t* p) {
   return per_sub_vector(
       [&](int i) { return reinterpret_cast<SubVector>(load_4_u16(p + 4 * i) << 16); });
 }
+// the even or odd ones of 32 numbers
+inline Bits load_4_u32(const std::uint16_t* p) {
+  Bits a;
+  __builtin_memcpy(&a, p, sizeof a);
+  return a;
+}
+inline V load_even_bf16(const std::uint16_t* p) {
+  return per_sub_vector(
+      [&](int i) { return reinterpret_cast<SubVector>(load_4_u32(p + 8 * i) << 16); });
+}
+inline V load_odd_bf16(const std::uint16_t* p) {
+  return per_sub_vector(
+      [&](int i) { return reinterpret_cast<SubVector>(load_4_u32(p + 8 * i) & 0xffff0000); });
+}
 inline SubVector f16_to_f32(Bits h) {
   const Bits sign = (h & 0x8000) << 16, size = h & 0x7fff, bits = size << 13;
   // The exponent bias is 15 in float16 and 127 in float32. The product is also exact for denormals.

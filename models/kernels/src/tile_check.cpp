@@ -49,12 +49,17 @@ class Products {
     std::uint32_t state = 1;
     for (std::uint32_t& word : words_) word = next_random(state) * 257;
     for (float& scale : scales_) scale = static_cast<float>(next_random(state) % 1000) / 1e5f;
+    // bfloat16 numbers of a limited size
+    for (std::uint16_t& number : halves_)
+      number = static_cast<std::uint16_t>((next_random(state) & 0x8000) | (0x3a00 + next_random(state) % 0x580));
     for (float& value : x_) value = static_cast<float>(next_random(state) % 2000) / 999 - 1;
     std::int64_t packed = 1, scratch = 1, reference = 1;
     for (const Matrix& w : matrices()) {
       packed = std::max(packed, kMaxCount * tested.packed_input_stride(w, kMaxCount));
       scratch = std::max(scratch, tested.matmul_scratch(w));
-      reference = std::max(reference, tested.tile_reference_scratch(w, kMaxCount));
+      const auto find_size =
+          is_bf16(w) ? tested.bf16_tile_reference_scratch : tested.tile_reference_scratch;
+      reference = std::max(reference, find_size(w, kMaxCount));
     }
     packed_ = allocate_floats(packed), scratch_ = allocate_floats(scratch);
     reference_ = allocate_floats(reference);
@@ -74,22 +79,32 @@ class Products {
         for (const int group : {64, 128})
           all_.push_back({format, ScaleType::f32, group, planes, kOutputs, 3 * group,
                           words_.data(), scales_.data(), scales_.data() + 7});
+    if (tested_.bf16_on_tiles)
+      for (const int planes : {2, 3})
+        for (const std::int64_t width : {64, 161, 384})
+          for (const std::int64_t rows : {kOutputs, kOutputs - 5})
+            all_.push_back({WeightFormat::bf16, ScaleType::f32, 0, planes, rows, width,
+                            halves_.data(), nullptr, nullptr});
     return all_;
   }
+
+  static bool is_bf16(const Matrix& w) { return w.format == WeightFormat::bf16; }
 
   bool is_equal(const Matrix& w, std::int64_t count) {
     const std::int64_t stride = tested_.packed_input_stride(w, count);
     tested_.pack_input(w, x_.data(), count, packed_.get(), stride);
-    tested_.matmul(w, {packed_.get(), count, stride}, nullptr, found_.data(), kOutputs, 0, kOutputs,
+    tested_.matmul(w, {packed_.get(), count, stride}, nullptr, found_.data(), w.rows, 0, w.rows,
                    scratch_.get());
-    tested_.tile_reference(w, x_.data(), count, expected_.data(), reference_.get());
+    const auto multiply = is_bf16(w) ? tested_.bf16_tile_reference : tested_.tile_reference;
+    multiply(w, x_.data(), count, expected_.data(), reference_.get());
     return !std::memcmp(found_.data(), expected_.data(),
-                        static_cast<std::size_t>(count * kOutputs) * sizeof(float));
+                        static_cast<std::size_t>(count * w.rows) * sizeof(float));
   }
 
   const Kernels& tested_;
   std::vector<Matrix> all_;
   std::vector<std::uint32_t> words_ = std::vector<std::uint32_t>(kOutputs * kMaxInputs / 4);
+  std::vector<std::uint16_t> halves_ = std::vector<std::uint16_t>(kOutputs * kMaxInputs);
   std::vector<float> scales_ = std::vector<float>(kOutputs * kMaxInputs / 64 + 7),
                      x_ = std::vector<float>(kMaxCount * kMaxInputs),
                      found_ = std::vector<float>(kMaxCount * kOutputs),
@@ -125,6 +140,15 @@ std::string find_tile_obstacle() {
 #else
   return "the processor has no AMX";
 #endif
+}
+
+std::string find_bf16_tile_obstacle() {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a, b, c, d;
+  constexpr unsigned kAmxBf16 = 1u << 22;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAmxBf16) != 0) return "";
+#endif
+  return "the processor has no AMX-BF16";
 }
 
 std::string find_tile_fault(const Kernels& tested, unsigned max_seconds) {

@@ -1,8 +1,9 @@
 // Emulates the instructions of AmxTiles (models/kernels/src/tiles.hpp) in a handler of SIGILL, for
-// processors without AMX. It decodes only the forms of instructions and addresses that compilers
+// processors without AMX, and for programs that have `ud2` before each of them. It decodes only the forms of instructions and addresses that compilers
 // emit there. Instruction encodings and semantics: Intel's Software Developer's Manual, volume 2.
 #pragma once
 
+#include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -101,9 +102,40 @@ class AmxEmulator {
       }
   }
 
+  static float to_float(std::uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, 4);
+    return number;
+  }
+  // denormal numbers become zero
+  static float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0 : x; }
+  static float read_bf16(const std::uint8_t* p) {
+    std::uint16_t half;
+    std::memcpy(&half, p, 2);
+    return flush(to_float(static_cast<std::uint32_t>(half) << 16));
+  }
+
+  // sums += pairs of bfloat16 of a * pairs of b
+  static void add_bf16_dot(int sums, int a, int b) {
+    for (int tile : {sums, a, b}) check_tile(tile);
+    if (config.rows[sums] != config.rows[a] || config.rows[b] != 16) stop("tiles do not fit");
+    for (int m = 0; m < config.rows[sums]; m++)
+      for (int n = 0; n < 16; n++) {
+        float pair[2] = {0, 0}, sum;
+        for (int k = 0; k < 16; k++)
+          for (int i = 0; i < 2; i++)
+            pair[i] = flush(std::fma(read_bf16(&tiles[a][m][4 * k + 2 * i]),
+                                     read_bf16(&tiles[b][k][4 * n + 2 * i]), pair[i]));
+        std::memcpy(&sum, &tiles[sums][m][4 * n], 4);
+        sum = flush(flush(sum) + flush(pair[0] + pair[1]));
+        std::memcpy(&tiles[sums][m][4 * n], &sum, 4);
+      }
+  }
+
   static void handle(int, siginfo_t*, void* state) {
     auto* context = static_cast<ucontext_t*>(state);
     auto* p = reinterpret_cast<const std::uint8_t*>(context->uc_mcontext.gregs[REG_RIP]);
+    if (p[0] == 0x0f && p[1] == 0x0b) p += 2;  // ud2 before an instruction that would not trap
     // a three-byte VEX prefix with the opcode map 0F38, W0 and L0
     if (p[0] != 0xc4 || (p[1] & 0x1f) != 2 || (p[2] & 0x84) != 0) stop("not an AMX instruction");
     const bool x = !(p[1] & 0x40), b = !(p[1] & 0x20);
@@ -125,6 +157,8 @@ class AmxEmulator {
       copy_tile(reg, read_memory(context, p, x, b), prefix == kF3);
     } else if (opcode == 0x5e && prefix == kF3 && is_register) {
       p++, add_dot(reg, rm, third);
+    } else if (opcode == 0x5c && prefix == kF3 && is_register) {
+      p++, add_bf16_dot(reg, rm, third);
     } else {
       stop("an unknown instruction");
     }

@@ -170,6 +170,20 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
         fail("tiles give other bits");
   }
 
+  if (w.format == WeightFormat::bf16) {
+    Matrix two = w;
+    two.planes = draw.of({2, 3});
+    const auto size = static_cast<std::size_t>(kernels().bf16_tile_reference_scratch(two, count));
+    const auto one_size = static_cast<std::size_t>(kernels().bf16_tile_reference_scratch(two, 1));
+    Guarded<float> tiled(y.size()), scratch(size, 64), one(rows), one_scratch(one_size, 64);
+    kernels().bf16_tile_reference(two, x.data(), count, tiled.data(), scratch.data());
+    kernels().bf16_tile_reference(two, x.data() + (count - 1) * w.width, 1, one.data(),
+                                  one_scratch.data());
+    if (std::memcmp(one.data(), &tiled[static_cast<std::size_t>((count - 1) * w.rows)], rows * 4))
+      fail("on tiles, a row depends on others");
+    seen.see(tiled.data(), tiled.size());
+  }
+
   Guarded<float> row(width), alone(rows);
   const std::int64_t m = draw.in(0, count - 1);
   matmul(w, x.data() + m * w.width, 1, with, alone.data(), 0, w.rows);

@@ -12,31 +12,35 @@ from models import kernels
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
-# one line: the instruction set in use, and a hash of products of all formats and sizes
+# One line: the instruction set in use, a hash of products of all formats and sizes except bfloat16
+# matrices, and a hash of products with these.
 PROGRAM = """
 import hashlib
 import mlx.core as mx
 import numpy as np
 from models.kernels import ops
-k, digest = ops(), hashlib.sha256()
+k, digest, bf16_digest = ops(), hashlib.sha256(), hashlib.sha256()
 mx.random.seed(0)
 for width in (128, 384, 1152):
     for rows in (1, 3, 8, 9, 65):
         x, w = mx.random.normal((rows, width)), mx.random.normal((45, width))
-        products = [k.Matmul(k.repack(w.astype(t))) for t in (mx.float32, mx.bfloat16, mx.float16)]
+        products = [k.Matmul(k.repack(w.astype(t))) for t in (mx.float32, mx.float16)]
         for bits in (4, 8):
             for group in (32, 64, 128):
                 q, *parts = mx.quantize(w, group, bits)
                 for t in (mx.float32, mx.bfloat16, mx.float16):
                     two = [part.astype(t) for part in parts]
-                    strips = k.repack(q, bits), *(k.repack(part) for part in two)
+                    strips = k.repack(q, bits), *(k.repack_scales(part) for part in two)
                     for activations in (24, 16, 8):
                         options = {"group_size": group, "bits": bits, "activations": activations}
                         products.append(k.Matmul(*strips, **options))
+        bf16 = k.Matmul(k.repack(w.astype(mx.bfloat16)))
+        bf16_digest.update(np.array(bf16(x)).tobytes())
         for product in products:
             digest.update(np.array(product(x)).tobytes())
+        for product in [*products, bf16]:
             digest.update(np.array(product.dequantize_rows(mx.array([0, 44]))).tobytes())
-print(k.isa(), digest.hexdigest())
+print(k.isa(), digest.hexdigest(), bf16_digest.hexdigest())
 """
 
 
@@ -68,7 +72,7 @@ def list_supported_isas() -> list[str]:
 def test_an_unknown_instruction_set_disables_the_kernels_and_the_error_lists_all() -> None:
     supported = list_supported_isas()
     assert supported[-1] == "scalar"
-    x86 = {"avx512-amx", "avx512-vnni", "avx512", "avx2", "scalar"}
+    x86 = {"avx512-amx-bf16", "avx512-amx", "avx512-vnni", "avx512", "avx2", "scalar"}
     arm = {"neon-i8mm", "neon-dot", "neon", "scalar"}
     assert set(supported) <= x86 or set(supported) <= arm
     for isa in supported:
@@ -87,10 +91,17 @@ def test_an_instruction_set_of_other_machines_is_refused() -> None:
 
 @pytest.mark.emulation
 def test_instruction_sets_with_fused_multiply_add_give_the_same_bits() -> None:
+    """With one exception: products with bfloat16 matrices on tiles."""
     supported = [isa for isa in list_supported_isas() if isa != "scalar"]
     lines = {isa: run_program(isa).stdout.split() for isa in supported}
     assert [line[0] for line in lines.values()] == supported
     assert len({line[1] for line in lines.values()}) <= 1
+    on_tiles = lines.pop("avx512-amx-bf16", None)
+    bf16 = {line[2] for line in lines.values()}
+    assert len(bf16) <= 1
+    if on_tiles is not None:
+        assert on_tiles[2] not in bf16
+        lines["avx512-amx-bf16"] = on_tiles
     if supported:
         assert run_program("").stdout.split() == lines[supported[0]]
 

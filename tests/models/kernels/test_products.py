@@ -15,6 +15,9 @@ from tests.rows import rows
 OPS = kernels.ops()
 pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 
+# Products with bfloat16 matrices on tiles use parts of x and count denormal numbers as zero.
+BF16_ON_TILES = OPS is not None and not OPS.why_no_bf16_tiles()
+
 EPS = 2.0**-24
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
@@ -22,22 +25,26 @@ FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 @dataclass(frozen=True, slots=True)
 class Format:
     """dtype: of the matrix, or of the scales and biases of a packed one. activations: the number of
-    bits to which a product with a packed matrix rounds x."""
+    bits to which a product with a packed matrix, or with a bfloat16 matrix on tiles, rounds x."""
 
     dtype: mx.Dtype
     bits: int = 0
     group: int = 0
     activations: int = 24
 
+    @property
+    def is_on_bf16_tiles(self) -> bool:
+        return BF16_ON_TILES and not self.bits and self.dtype == mx.bfloat16
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("mlx.core.")
-        if not self.bits:
-            return name
         rounded = "" if self.activations == 24 else f"-a{self.activations}"
+        if not self.bits:
+            return name + rounded
         return f"q{self.bits}-{self.group}-{name}{rounded}"
 
 
-PLAIN = [Format(dtype) for dtype in FLOATS]
+PLAIN = [*(Format(dtype) for dtype in FLOATS), Format(mx.bfloat16, activations=16)]
 PACKED = [Format(dtype, b, g) for dtype in FLOATS for b in (4, 8) for g in (32, 64, 128)]
 PACKED += [
     Format(mx.bfloat16, b, g, activations)
@@ -84,7 +91,7 @@ def make_product(
     format: Format, weight: mx.array, *rest: mx.array, bias: mx.array | None = None
 ) -> Any:
     """The product with a row-major matrix."""
-    parts = OPS.repack(weight, format.bits), *(OPS.repack(one) for one in rest)
+    parts = OPS.repack(weight, format.bits), *(OPS.repack_scales(one) for one in rest)
     return OPS.Matmul(
         *parts,
         bias=bias,
@@ -117,6 +124,8 @@ def check_product(case: Case, x: mx.array, y: mx.array, *, more: float = 0.0) ->
     # without a fused multiply-add each weight and each product is rounded once more
     roundings += 0 if OPS.isa() != "scalar" else 4
     allowed = size * EPS * roundings + np.abs(exact) * more
+    if case.format.is_on_bf16_tiles and case.format.activations == 16:
+        allowed += size * 2.0**-17
     if case.format.bits:
         allowed += rounding_bound(left, case.format) @ np.abs(right).T
         # the bias of a group and its numbers can nearly cancel
@@ -175,7 +184,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     assert (np.array(product(x[alone])) == full[alone]).all()
 
 
-@pytest.mark.parametrize("format", [PLAIN[0], PACKED[0]], ids=str)
+@pytest.mark.parametrize("format", [PLAIN[0], PLAIN[1], PACKED[0]], ids=str)
 @pytest.mark.parametrize("rows", [768, 769, 1600])
 def test_a_long_prompt_has_the_same_bits_as_its_chunks(format: Format, rows: int) -> None:
     product = case(format, 17, 96, biased=True).product
@@ -295,8 +304,9 @@ def test_denormal_numbers_and_zeros_are_exact(format: Format, rows: int) -> None
     one = case(format, 20, 256)
     result = np.array(one.product(mx.array(tiny)))
     exact = tiny.astype(np.float64) @ one.weight.astype(np.float64).T
-    # each step can round to the nearest denormal number; integer products round them to zero
-    assert (np.abs(result - (0 if format.bits else exact)) <= 256 * 2.0**-149).all()
+    # each step can round to the nearest denormal number; integers and tiles round them to zero
+    is_zero = format.bits or format.is_on_bf16_tiles
+    assert (np.abs(result - (0 if is_zero else exact)) <= 256 * 2.0**-149).all()
     assert (np.array(one.product(mx.zeros((rows, 256)))) == 0).all()
 
 
@@ -339,11 +349,27 @@ def test_strips_reorder_the_words_of_a_matrix(shape: tuple[int, ...], bits: int)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_strips_reorder_floats_like_words(dtype: mx.Dtype) -> None:
     scales = random(np.random.default_rng(7), 21, 6).astype(dtype)
-    strips = OPS.repack(scales)
-    assert strips.dtype == dtype
-    assert (wide(strips)[:16].reshape(6, 16) == wide(scales)[:16].T).all()
-    assert (wide(strips)[16:].reshape(6, 5) == wide(scales)[16:].T).all()
-    assert (wide(OPS.repack(strips, undo=True)) == wide(scales)).all()
+    for repack in (OPS.repack_scales, *([] if dtype == mx.bfloat16 else [OPS.repack])):
+        strips = repack(scales)
+        assert strips.dtype == dtype
+        assert (wide(strips)[:16].reshape(6, 16) == wide(scales)[:16].T).all()
+        assert (wide(strips)[16:].reshape(6, 5) == wide(scales)[16:].T).all()
+        assert (wide(repack(strips, undo=True)) == wide(scales)).all()
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 7, 40])
+def test_strips_of_bfloat16_have_pairs_of_columns(inputs: int) -> None:
+    matrices = random(np.random.default_rng(7), 2, 21, inputs).astype(mx.bfloat16)
+    strips = OPS.repack(matrices)
+    pairs = inputs // 2 * 2
+    for matrix, found in zip(wide(matrices), wide(strips), strict=True):
+        for first, count in ((0, 16), (16, 5)):
+            strip = found[first : first + count].reshape(-1)
+            rows = matrix[first : first + count]
+            by_pair = rows[:, :pairs].reshape(count, -1, 2).transpose(1, 0, 2)
+            assert (strip[: pairs * count] == by_pair.reshape(-1)).all()
+            assert (strip[pairs * count :] == rows[:, pairs:].T.reshape(-1)).all()
+    assert (wide(OPS.repack(strips, undo=True)) == wide(matrices)).all()
 
 
 def test_strips_are_written_in_place_for_an_unshared_array() -> None:
@@ -410,6 +436,9 @@ def test_invalid_arguments_are_refused() -> None:
     for wrong, bits in ((f32, 4), (words, 3), (mx.zeros((4,), mx.uint32), 4), (f32 > 0, 0)):
         with pytest.raises(ValueError, match=r"can be repacked|two axes"):
             OPS.repack(wrong, bits)
+    for wrong in (ones[:, 0], f32 > 0):
+        with pytest.raises(ValueError, match=r"scales must be|two axes"):
+            OPS.repack_scales(wrong)
     with pytest.raises(ValueError, match="64 long"):
         OPS.Matmul(f32)(mx.zeros((2, 63)))
     with pytest.raises(ValueError, match="64 long"):

@@ -35,8 +35,9 @@ ARM_PROCESSORS = {
     "neoverse-n1": ["neon-dot", "neon", "scalar"],
     "max": ["neon-i8mm", "neon-dot", "neon", "scalar"],
 }
-# isa_avx512_amx without its flags compiles to a stub; test_tiles.py compiles it with them
+# The files for AMX without their flags compile to stubs; test_tiles.py compiles them with them.
 FILES = (
+    "isa_avx512_amx_bf16",
     "isa_avx512_amx",
     "isa_avx512_vnni",
     "isa_avx512",

@@ -6,6 +6,7 @@ processor has them, and are emulated by a signal handler if it has AVX-512 with 
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +19,25 @@ from models import kernels
 from tests.models.kernels.test_products import Format, case, random
 from tests.models.kernels.test_sanitizers import (
     COMPILER,
+    EXACT,
     HERE,
     SOURCES,
     X86,
     X86_64,
     compile_program,
+    run,
     supports_flag,
 )
 
 OPS = kernels.ops()
 
+# outputs, inputs
+BF16_SHAPES = [(16, 32), (48, 64), (37, 97), (5, 1), (80, 161), (300, 1100), (600, 160)]
+
+needs_bf16_tiles = pytest.mark.skipif(
+    OPS is None or bool(OPS.why_no_bf16_tiles()),
+    reason=f"no bfloat16 tiles: {kernels.describe().why_no_bf16_tiles}",
+)
 needs_kernels = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
 needs_compiler = pytest.mark.skipif(
     not COMPILER or not X86_64, reason="needs an x86-64 and a C++ compiler"
@@ -58,6 +68,81 @@ def test_the_tile_algorithm_gives_the_same_bits_for_every_number_of_rows(format:
             assert (np.array(product(x[:rows])) == full[:rows]).all(), rows
 
 
+# rows of x that end in the middle of a block, or fill blocks and batches
+ROW_COUNTS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 300)
+
+
+@needs_kernels
+@pytest.mark.parametrize("activations", [24, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), BF16_SHAPES)
+def test_the_bfloat16_tile_algorithm_gives_a_row_the_same_bits_alone_and_with_others(
+    outputs: int, inputs: int, activations: int
+) -> None:
+    one = case(Format(mx.bfloat16, activations=activations), outputs, inputs)
+    x = random(np.random.default_rng(outputs), max(ROW_COUNTS), inputs)
+    full = np.array(one.product.multiply_by_tile_reference(x))
+    for rows in ROW_COUNTS:
+        found = np.array(one.product.multiply_by_tile_reference(x[-rows:]))
+        assert (found == full[-rows:]).all(), rows
+    exact = np.array(x).astype(np.float64) @ one.weight.astype(np.float64).T
+    size = np.abs(np.array(x)).astype(np.float64) @ np.abs(one.weight).astype(np.float64).T
+    roundings = min(inputs, 32) + inputs / 32 * 4 + 8
+    allowed = size * (2.0**-24 * roundings + (0 if activations == 24 else 2.0**-17))
+    assert (np.abs(full - exact) <= allowed).all()
+
+
+@needs_bf16_tiles
+@pytest.mark.parametrize("activations", [24, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), BF16_SHAPES)
+def test_bfloat16_products_on_tiles_have_the_bits_of_the_reference_however_rows_are_cut(
+    outputs: int, inputs: int, activations: int
+) -> None:
+    product = case(Format(mx.bfloat16, activations=activations), outputs, inputs).product
+    draw = np.random.default_rng(inputs)
+    x = random(draw, 140, inputs)
+    full = np.array(product(x))
+    assert (np.array(product.multiply_by_tile_reference(x)) == full).all()
+    for cut in range(1, 140):
+        parts = [np.array(product(x[:cut])), np.array(product(x[cut:]))]
+        assert (np.concatenate(parts) == full).all(), cut
+    order = draw.permutation(140)
+    assert (np.array(product(x[mx.array(order)])) == full[order]).all()
+    strange = np.array(x)
+    strange[::3, 0], strange[1::3, -1] = np.nan, np.inf
+    found = np.array(product(mx.array(strange)))
+    assert (found[2::3] == full[2::3]).all()
+    assert not np.isfinite(found[::3]).any()
+    assert not np.isfinite(found[1::3]).any()
+
+
+@needs_bf16_tiles
+def test_the_largest_numbers_do_not_become_infinite_in_the_parts_of_x() -> None:
+    weight = np.zeros((16, 64), np.float32)
+    weight[:, 3] = 2.0**-10
+    largest = float(np.finfo(np.float32).max)
+    x = mx.full((3, 64), largest)
+    for activations in (24, 16):
+        packed = OPS.repack(mx.array(weight).astype(mx.bfloat16))
+        found = np.array(OPS.Matmul(packed, activations=activations)(x))
+        assert (np.abs(found - largest * 2.0**-10) <= largest * 2.0**-10 * 2.0**-16).all()
+
+
+@needs_bf16_tiles
+def test_a_stack_and_a_gated_mlp_of_bfloat16_have_the_bits_of_single_products() -> None:
+    weights = random(np.random.default_rng(1), 3, 48, 96).astype(mx.bfloat16)
+    x = random(np.random.default_rng(2), 40, 1, 96)
+    single = [OPS.Matmul(OPS.repack(weight)) for weight in weights]
+    ids = mx.array(np.random.default_rng(3).integers(0, 3, (40, 2)))
+    found = np.array(OPS.Matmul(OPS.repack(weights)).gather(x[:, None], ids))
+    for row in range(40):
+        for i in range(2):
+            alone = np.array(single[int(ids[row, i])](x[row]))
+            assert (found[row, i] == alone).all()
+    gated = np.array(OPS.gate_up("silu", single[0], single[1], x[:, 0]))
+    separate = OPS.glu("silu", single[0](x[:, 0]), single[1](x[:, 0]))
+    assert (gated == np.array(separate)).all()
+
+
 @needs_kernels
 def test_tiles_fit_only_groups_of_64_and_whole_panels() -> None:
     x = mx.zeros((2, 128))
@@ -75,15 +160,19 @@ def test_tiles_fit_only_groups_of_64_and_whole_panels() -> None:
 def test_the_reason_for_not_using_tiles_is_known() -> None:
     """Which reason it is depends on the machine."""
     info = kernels.describe()
-    assert (info.isa == "avx512-amx") == (info.why_no_tiles is None)
-    assert info.why_no_tiles is None or "AMX" in info.why_no_tiles or "ISA" in info.why_no_tiles
-    if info.why_no_tiles is not None:
-        assert not info.why_no_tiles.startswith(kernels.TILE_TEST_FAILED)
+    assert (info.isa in ("avx512-amx", "avx512-amx-bf16")) == (info.why_no_tiles is None)
+    assert (info.isa == "avx512-amx-bf16") == (info.why_no_bf16_tiles is None)
+    for why in (info.why_no_tiles, info.why_no_bf16_tiles):
+        assert why is None or "AMX" in why or "ISA" in why
+        assert why is None or not why.startswith(kernels.TILE_TEST_FAILED)
 
 
 @needs_kernels
 def test_with_another_instruction_set_tiles_are_off() -> None:
-    program = "from models import kernels; print(kernels.describe().why_no_tiles)"
+    program = (
+        "from models import kernels; info = kernels.describe(); "
+        "print(info.why_no_tiles, info.why_no_bf16_tiles, sep='\\n')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "MLXRUNNER_ISA": "scalar"},
@@ -91,21 +180,48 @@ def test_with_another_instruction_set_tiles_are_off() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.strip() in (
+    possible = {
         "MLXRUNNER_ISA is scalar",
         "the processor has no AMX",
+        "the processor has no AMX-BF16",
         "the compiler that built the kernels does not support AMX",
-    )
+    }
+    assert set(done.stdout.splitlines()) <= possible
+
+
+AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
+TILE_FILES = {
+    SOURCES / "isa_avx512_amx.cpp": [*X86["isa_avx512_vnni"], *AMX, "-DMLXRUNNER_AMX"],
+    SOURCES / "isa_avx512_amx_bf16.cpp": [*X86["isa_avx512"], *AMX, "-DMLXRUNNER_AMX_BF16"],
+}
 
 
 @pytest.fixture(scope="module")
 def tile_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiles")
-    amx = ["-mamx-tile", "-mamx-int8"]
-    if not all(supports_flag(COMPILER, folder, flag) for flag in amx):
-        pytest.skip("the compiler does not support AMX")
+    return compile_driver(tmp_path_factory.mktemp("tiles"), TILE_FILES)
+
+
+@pytest.fixture(scope="module")
+def trapping_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program whose AMX instructions are emulated on every processor."""
+    folder = tmp_path_factory.mktemp("trapping")
+    check_amx_support(folder)
+    files: dict[Path, list[str]] = {}
+    for source, flags in TILE_FILES.items():
+        assembly = folder / f"{source.stem}.s"
+        run(COMPILER, *EXACT, "-O1", *flags, f"-I{SOURCES}", "-S", source, "-o", assembly)
+        trapping = re.sub(
+            r"^(?=\s+(ldtilecfg|tile|tdp))", "\tud2\n", assembly.read_text(), flags=re.M
+        )
+        assembly.write_text(trapping)
+        files[assembly] = []
+    return compile_driver(folder, files)
+
+
+def compile_driver(folder: Path, tile_files: dict[Path, list[str]]) -> Path:
+    check_amx_support(folder)
     files = {
-        SOURCES / "isa_avx512_amx.cpp": [*X86["isa_avx512_vnni"], *amx, "-DMLXRUNNER_AMX"],
+        **tile_files,
         SOURCES / "isa_avx512_vnni.cpp": X86["isa_avx512_vnni"],
         SOURCES / "isa_avx512.cpp": X86["isa_avx512"],
         SOURCES / "isa_scalar.cpp": [],
@@ -113,6 +229,11 @@ def tile_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         HERE / "tile_driver.cpp": [],
     }
     return compile_program(COMPILER, folder, ["-O1"], files)
+
+
+def check_amx_support(folder: Path) -> None:
+    if not all(supports_flag(COMPILER, folder, flag) for flag in AMX):
+        pytest.skip("the compiler does not support AMX")
 
 
 def run_driver(program: Path, action: str) -> subprocess.CompletedProcess[str]:
@@ -128,6 +249,7 @@ def run_driver(program: Path, action: str) -> subprocess.CompletedProcess[str]:
     [
         ("right", ""),
         ("wrong", "a product differs from the reference"),
+        ("wrong-bf16", "a product differs from the reference"),
         ("illegal", "its process died of signal 4"),
         ("invalid", "its process died of signal 11"),
         ("endless", "it did not end"),
@@ -144,7 +266,25 @@ def test_the_known_answer_test_finds_each_fault(
 @pytest.mark.emulation
 @needs_compiler
 def test_amx_instructions_give_the_bits_of_vnni_and_release_their_tiles(tile_program: Path) -> None:
-    done = run_driver(tile_program, "amx")
+    check_equal(run_driver(tile_program, "amx"))
+
+
+@pytest.mark.emulation
+@needs_compiler
+def test_amx_bf16_instructions_give_the_bits_of_the_reference(tile_program: Path) -> None:
+    check_equal(run_driver(tile_program, "amx-bf16"))
+
+
+@pytest.mark.emulation
+@needs_compiler
+@pytest.mark.parametrize("action", ["emulated", "emulated-bf16"])
+def test_emulated_instructions_give_the_same_bits(trapping_program: Path, action: str) -> None:
+    done = run_driver(trapping_program, action)
+    check_equal(done)
+    assert done.stdout.splitlines()[-1] == "equal, emulated"
+
+
+def check_equal(done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode == 77:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
