@@ -35,10 +35,12 @@ from app.engine.memory_profile import (
 from app.engine.model_info import complete_config
 from app.engine.precision import find_precision
 from app.engine.weights import open_model
-from models import llama
+from models import architectures, llama
 from models.checkpoint_config import num_query_heads
+from models.image_inputs import ImageRules
 from models.kv import STEP
 from tests import tiny
+from tests.engine import vision_model
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.kernel_switch import BOTH, use_kernels
@@ -409,3 +411,29 @@ def test_the_default_chunk_of_a_gpu(
         assert estimate_fit(files_of(tmp_path), settings).prefill_chunk == expected
         fixed = Settings(memory=memory, prefill_chunk=64)
         assert estimate_fit(files_of(tmp_path), fixed).prefill_chunk == 64
+
+
+def test_the_weights_of_a_vision_tower_count_unless_it_is_off(tmp_path: Path) -> None:
+    """Its working memory is reserved for each image, so the activations are those of text."""
+    files = files_of(vision_model.write(tmp_path / "vision"))
+    text = estimate_fit(files, Settings(memory=1 << 30, parallel=1, vision=False))
+    both = estimate_fit(files, Settings(memory=1 << 30, parallel=1))
+    tower: Any = architectures.get_tower(open_model(files, None))
+    assert both.weights - text.weights == sum(
+        array.nbytes for _, array in tree_flatten(tower.parameters())
+    )
+    assert both.working == text.working
+
+
+def test_a_step_has_memory_for_an_image_that_must_not_be_split(tmp_path: Path) -> None:
+    files = files_of(vision_model.write(tmp_path / "vision"))
+    settings = Settings(memory=1 << 30, parallel=1, prefill_chunk=16)
+    model: Any = open_model(files, None)
+    assert estimate_before_load(model, files, settings).pass_length == 16
+    model.image_rules = ImageRules(atomic=True)
+    split = estimate_before_load(model, files, settings)
+    assert (split.prefill_chunk, split.pass_length) == (16, 280)
+    given = replace(files, config={**files.config, "mm_tokens_per_image": 40})
+    assert estimate_before_load(model, given, settings).pass_length == 40
+    model.vision = None
+    assert estimate_before_load(model, files, settings).pass_length == 16

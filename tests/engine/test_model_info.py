@@ -12,6 +12,7 @@ from app.core.model_files import ModelFiles
 from app.engine.model_info import complete_config, count_parameters
 from app.store import find
 from tests import tiny
+from tests.engine import vision_model
 from tests.store.ollama_store import CONFIG, packed_folder
 
 
@@ -90,3 +91,17 @@ def test_an_invalid_config_is_an_error(
     assert caught.value.kind is ErrorKind.MODEL_FILES
     assert caught.value.message.startswith(f"{files.path}: ")
     assert words in caught.value.message
+
+
+def test_the_config_of_a_model_with_a_tower_keeps_its_vision_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    whole = store.resolve(str(vision_model.write(tmp_path / "vision")))
+    found = complete_config(whole)
+    assert found.config["model_type"] == "qwen3_vl"
+    assert found.config["vision_config"] == whole.config["vision_config"]
+    assert (found.context_length, found.vocab_size) == (1024, tiny.VOCAB)
+    assert found.config["num_attention_heads"] == 2, "of the text model"
+    assert complete_config(found) == found
+    assert "text model only" not in caplog.text
