@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from app.core.jobs import Ended, EngineStats, Prefilled, PromptLogprobs, Started, StepOutput, Token
+from app.core.jobs import (
+    Ended,
+    EngineStats,
+    PixelsNeeded,
+    Prefilled,
+    PromptLogprobs,
+    Started,
+    StepOutput,
+    Token,
+)
 from app.core.requests import EmbedResult
 from app.runners.ranks.protocol import StepChecksum
 
@@ -17,6 +26,7 @@ STEP = StepOutput(
         PromptLogprobs(job_id="a", logprobs=((-1.0, ()),)),
         TOKEN,
         Ended(job_id="a", reason="stop", timestamp_ns=2),
+        PixelsNeeded(job_id="b", keys=(b"1",)),
     ),
     stats=EngineStats(),
     embed_results=(EmbedResult(job_id="b", vectors=(b"1234",)),),
@@ -57,6 +67,7 @@ def test_timestamps_and_rounding_do_not_change_the_checksum(other: StepOutput) -
         change_update(0, cached_tokens=4),
         change_update(1, computed_tokens=4),
         change_update(4, reason="length"),
+        change_update(5, keys=(b"2",)),
         replace(STEP, updates=STEP.updates[::-1]),
         replace(STEP, embed_results=(EmbedResult(job_id="b", error="no"),)),
     ],
