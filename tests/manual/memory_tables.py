@@ -76,7 +76,9 @@ def measure(checkpoint: Published) -> ModelMemory:
     weights: dict[int, int] = {}
     model: Any = None
     for bits in (None,) if quantized else (4, 8, None):
-        model = architectures.build(checkpoint.config, checkpoint.weights(), bits=bits)
+        model = architectures.build(
+            checkpoint.config, checkpoint.weights(), bits=bits, vision=False
+        )
         weights[bits or (4 if quantized else 16)] = sum(
             array.nbytes for array in list_parameters(model)
         )
