@@ -74,9 +74,10 @@ class Matmul:
     def __call__(self, x: mx.array) -> mx.array:
         """Maps [..., in] to [..., out], in the type of x."""
 
-    def multiply_by_tile_reference(self, x: mx.array) -> mx.array:
-        """Computes the same product as float32 with the algorithm for tiles, in plain C++, for
-        tests. Raises ValueError if tiles do not fit the matrix."""
+    def multiply_by_reference(self, x: mx.array) -> mx.array:
+        """Computes the same product as float32 by its definition, in plain C++, for tests; with a
+        bfloat16 matrix, the product on tiles. Raises ValueError for a stack, a bias, and a matrix
+        in another format."""
 
     def gather(self, x: mx.array, indices: mx.array) -> mx.array:
         """Multiplies x [..., 1, in] by the matrices `indices` [..., k] of a stack [E, out, in].

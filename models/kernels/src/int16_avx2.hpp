@@ -22,7 +22,6 @@ inline constexpr int kNumbersPerDot = 2;  // integers of a row per add_dot
 constexpr int step_numbers(int bits) { return bits == 4 ? 32 : 4; }  // per iteration
 constexpr int num_sums(int planes) { return planes == 3 ? 2 : 1; }   // accumulators per row of x
 constexpr bool fuses_codes(int) { return false; }          // see int8_vnni.hpp
-inline constexpr int kLongSpan = 0;     // see int8_vnni.hpp
 inline constexpr int kHeaderBytes = 0;  // see int8_neon.hpp
 // The distance of rows of x in floats, modulo 16. Zen 3 does not load from two cache lines at the
 // same offset in one cycle, and the rows are read at the same time.
@@ -70,7 +69,7 @@ inline void add_byte_pairs(IntVector& sum, WordVector numbers, const InputRows<M
 
 // The J-th numbers of a step by row kRow of x. sums: of the high and the low parts, or of the whole
 // integers.
-template <int kSpan, int kRow, int J, int kSums, int M>
+template <int kRow, int J, int kSums, int M>
 inline void add_dot(IntVector (&sums)[kSums], WordVector numbers, const InputRows<M>& x) {
   constexpr int kOffset = J * kNumbersPerDot * 2 * kSums;
   add_pairs<kRow, kOffset>(sums[0], numbers, x);

@@ -21,7 +21,6 @@ namespace mlxrunner::ISA {
 inline constexpr int kNumbersPerDot = 2;  // integers of a row per instruction
 constexpr int step_numbers(int bits) { return 32 / bits; }  // integers of a row per iteration
 constexpr int num_sums(int planes) { return planes == 3 ? 2 : 1; }  // accumulators per row of x
-inline constexpr int kLongSpan = 0;     // see int8_vnni.hpp
 inline constexpr int kHeaderBytes = 0;  // see int8_neon.hpp
 constexpr int input_bytes(int, int planes) { return 2 * num_sums(planes); }  // per integer of x
 constexpr bool has_byte_step(int, int) { return false; }  // see int16_avx2.hpp
@@ -44,7 +43,7 @@ struct InputRows {
 
 // The J-th numbers of a word by row kRow of x. sums: of the high and the low parts, or of the whole
 // integers.
-template <int kSpan, int kRow, int J, int kSums, int M>
+template <int kRow, int J, int kSums, int M>
 inline void add_dot(IntVector (&sums)[kSums], WordVector numbers, const InputRows<M>& x) {
   const std::int8_t* at = x.x + kRow * x.stride + J * kNumbersPerDot * 2 * kSums;
   MLXRUNNER_UNROLL

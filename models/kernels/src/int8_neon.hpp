@@ -36,7 +36,6 @@ inline constexpr int kNumbersPerDot = 16;                      // integers of a 
 constexpr int step_numbers(int) { return 32; }                 // integers of a row per iteration
 constexpr int input_bytes(int, int planes) { return planes; }  // per integer of x
 constexpr int num_sums(int planes) { return planes; }          // accumulators per row of x
-inline constexpr int kLongSpan = 0;                            // see int8_vnni.hpp
 inline constexpr int kHeaderBytes = kSigned ? 16 : 0;  // the size of the first sums of a group
 constexpr bool has_byte_step(int, int) { return false; }  // see int16_avx2.hpp
 constexpr bool fuses_codes(int) { return false; }          // see int8_vnni.hpp
@@ -101,12 +100,12 @@ inline void dot_planes(IntVector (&sums)[kPlanes], uint8x16_t w, const int8x16_t
 }
 
 // The J-th numbers of a step by row kRow of x. sums: one per plane, the most significant one first.
-template <int kSpan, int kRow, int J, int kPlanes, int M>
+template <int kRow, int J, int kPlanes, int M>
 inline void add_dot(IntVector (&sums)[kPlanes], Numbers numbers, const InputRows<M>& x) {
   int8x16_t planes[kPlanes];
   MLXRUNNER_UNROLL
   for (int p = 0; p < kPlanes; p++)
-    planes[p] = vld1q_s8(x.x + kRow * x.stride + (J * kPlanes + p) * kSpan);
+    planes[p] = vld1q_s8(x.x + kRow * x.stride + (J * kPlanes + p) * kNumbersPerDot);
   dot_planes<0>(sums, numbers.fours[0], planes);
   dot_planes<1>(sums, numbers.fours[1], planes);
   dot_planes<2>(sums, numbers.fours[2], planes);

@@ -7,9 +7,6 @@
 // planes, there is no a, and with one plane only c. Four integers take 12 bytes:
 //
 //   a a a a b b b b c c c c
-//
-// If this file is compiled for tiles (MLXRUNNER_AMX), groups of whole tiles have longer spans: 64
-// bytes of a, 64 bytes of b, 64 bytes of c (matmul_tiles.hpp).
 #pragma once
 
 #include "input_rows_x86.hpp"
@@ -26,11 +23,6 @@ constexpr int num_sums(int planes) { return planes; }          // accumulators p
 inline constexpr int kHeaderBytes = 0;                         // see int8_neon.hpp
 constexpr bool has_byte_step(int, int) { return false; }       // see int16_avx2.hpp
 inline constexpr int kRowSkew = 0;                             // see int16_avx2.hpp
-#if defined(MLXRUNNER_AMX)
-inline constexpr int kLongSpan = 64;
-#else
-inline constexpr int kLongSpan = 0;
-#endif
 
 // Moves the bits of a mask, of each byte, from `kFrom` to bit 4.
 template <int kFrom, int kMask>
@@ -79,13 +71,12 @@ inline void dot_vnni(IntVector& sum, WordVector numbers, const InputRows<M>& x) 
 }
 
 // The J-th numbers of a word by row kRow of x. sums: one per plane, the most significant one first.
-// kSpan: the bytes between planes of x.
-template <int kSpan, int kRow, int J, int kPlanes, int M>
+template <int kRow, int J, int kPlanes, int M>
 inline void add_dot(IntVector (&sums)[kPlanes], WordVector numbers, const InputRows<M>& x) {
-  constexpr int kFirst = J * kNumbersPerDot * (kSpan == kNumbersPerDot ? kPlanes : 1);
+  constexpr int kFirst = J * kNumbersPerDot * kPlanes;
   dot_vnni<kRow, kFirst>(sums[0], numbers, x);
-  if constexpr (kPlanes > 1) dot_vnni<kRow, kFirst + kSpan>(sums[1], numbers, x);
-  if constexpr (kPlanes > 2) dot_vnni<kRow, kFirst + 2 * kSpan>(sums[2], numbers, x);
+  if constexpr (kPlanes > 1) dot_vnni<kRow, kFirst + kNumbersPerDot>(sums[1], numbers, x);
+  if constexpr (kPlanes > 2) dot_vnni<kRow, kFirst + 2 * kNumbersPerDot>(sums[2], numbers, x);
 }
 
 // Stores the integers of x, sixteen at a time.

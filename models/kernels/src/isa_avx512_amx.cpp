@@ -6,7 +6,6 @@
 #define ISA avx512_amx
 #include "simd_avx512.hpp"
 #include "int8_vnni.hpp"
-#include "matmul.hpp"
 #include "matmul_tiles.hpp"
 
 namespace mlxrunner {
@@ -15,23 +14,35 @@ namespace avx512_amx {
 
 namespace {
 
+const Kernels& vnni() { return *kernels_avx512_vnni(); }
+
 // With fewer rows of x, tiles are mostly empty, and VNNI is faster (docs/decisions/kernels.md).
 constexpr i64 kMinTileRows = 7;
 
-void matmul_on_tiles(const Matrix& w, PackedRows x, const float* bias, float* y, i64 ldy, i64 begin,
-                     i64 end, float* scratch) {
-  if (!fits_tiles(w) || x.count < kMinTileRows)
-    return matmul(w, x, bias, y, ldy, begin, end, scratch);
-  const i64 whole = end - (end - begin) % kPanelRows;
-  tile_matmul<AmxTiles>(w, x, y, ldy, begin, whole, scratch);
-  if (whole < end) matmul(w, x, nullptr, y, ldy, whole, end, scratch);
+bool uses_tiles(const Matrix& w, i64 count) { return fits_tiles(w) && count >= kMinTileRows; }
+
+i64 packed_input_stride(const Matrix& w, i64 count) {
+  return uses_tiles(w, count) ? tile_input_stride(w) : vnni().packed_input_stride(w, count);
+}
+
+i64 input_block(const Matrix& w, i64 count) {
+  return uses_tiles(w, count) ? kInputBlock : vnni().input_block(w, count);
+}
+
+void pack_input(const Matrix& w, const float* x, i64 count, i64 from, i64 to, float* out) {
+  if (!uses_tiles(w, count)) return vnni().pack_input(w, x, count, from, to, out);
+  pack_tiles(w, x + from * w.width, to - from, out + from * tile_input_stride(w));
+}
+
+void matmul(const Matrix& w, PackedRows x, const float* bias, float* y, i64 ldy, i64 begin,
+            i64 end, float* scratch) {
+  if (!uses_tiles(w, x.count)) return vnni().matmul(w, x, bias, y, ldy, begin, end, scratch);
+  tile_matmul(w, x, y, ldy, begin, end, scratch);
   add_bias(bias, y, ldy, x.count, begin, end);
 }
 
-i64 scratch_floats(const Matrix& w) {
-  const i64 rows = matmul_scratch(w);
-  if (!fits_tiles(w)) return rows;
-  const i64 tiles = tile_scratch_bytes(w) / 4;
+i64 matmul_scratch(const Matrix& w) {
+  const i64 rows = vnni().matmul_scratch(w), tiles = fits_tiles(w) ? tile_scratch(w) : 0;
   return tiles > rows ? tiles : rows;
 }
 
@@ -40,16 +51,15 @@ i64 scratch_floats(const Matrix& w) {
 }  // namespace avx512_amx
 
 const Kernels* kernels_avx512_amx() {
-  const Kernels* vnni = kernels_avx512_vnni();
-  if (!vnni) return nullptr;
-  static const Kernels table = [&] {
-    Kernels all = *vnni;
+  if (!kernels_avx512_vnni()) return nullptr;
+  static const Kernels table = [] {
+    Kernels all = avx512_amx::vnni();
     all.name = "avx512-amx";
     all.packed_input_stride = avx512_amx::packed_input_stride;
+    all.input_block = avx512_amx::input_block;
     all.pack_input = avx512_amx::pack_input;
-    all.matmul = avx512_amx::matmul_on_tiles;
-    all.matmul_scratch = avx512_amx::scratch_floats;
-    all.tile_reference = avx512_amx::tile_reference;
+    all.matmul = avx512_amx::matmul;
+    all.matmul_scratch = avx512_amx::matmul_scratch;
     return all;
   }();
   return &table;

@@ -22,9 +22,13 @@ i64 packed_stride(const Matrix& w, i64 count) {
   return is_bf16(w) ? bf16_input_stride(w) : others().packed_input_stride(w, count);
 }
 
-void pack(const Matrix& w, const float* x, i64 count, float* out, i64 stride) {
-  if (is_bf16(w)) pack_input_bf16(w, x, count, out);
-  else others().pack_input(w, x, count, out, stride);
+i64 block_rows(const Matrix& w, i64 count) {
+  return is_bf16(w) ? 16 : others().input_block(w, count);
+}
+
+void pack(const Matrix& w, const float* x, i64 count, i64 from, i64 to, float* out) {
+  if (!is_bf16(w)) return others().pack_input(w, x, count, from, to, out);
+  pack_input_bf16(w, x + from * w.width, to - from, out + from * bf16_input_stride(w));
 }
 
 void matmul(const Matrix& w, PackedRows x, const float* bias, float* y, i64 ldy, i64 begin,
@@ -50,7 +54,7 @@ const Kernels* kernels_avx512_amx_bf16() {
     all.name = "avx512-amx-bf16";
     all.bf16_on_tiles = true;
     all.packed_input_stride = avx512_amx_bf16::packed_stride;
-    all.input_block = 48;  // whole blocks of x of both kinds of products, of 12 and of 16 rows
+    all.input_block = avx512_amx_bf16::block_rows;
     all.pack_input = avx512_amx_bf16::pack;
     all.matmul = avx512_amx_bf16::matmul;
     all.matmul_scratch = avx512_amx_bf16::scratch_floats;

@@ -6,7 +6,6 @@
 #include "simd_avx512.hpp"
 #include "int8_vnni.hpp"
 #include "matmul.hpp"
-#include "matmul_tiles.hpp"
 
 namespace mlxrunner {
 
@@ -20,7 +19,6 @@ const Kernels* kernels_avx512_vnni() {
     all.pack_input = avx512_vnni::pack_input;
     all.matmul = avx512_vnni::matmul;
     all.matmul_scratch = avx512_vnni::matmul_scratch;
-    all.tile_reference = avx512_vnni::tile_reference;
     return all;
   }();
   return &table;

@@ -3,10 +3,10 @@
 
 #include "attention.hpp"
 #include "mamba2.hpp"
-#include "pointwise.hpp"
 #include "matmul.hpp"
 #include "matmul_bf16_tiles.hpp"
-#include "matmul_tiles.hpp"
+#include "matmul_reference.hpp"
+#include "pointwise.hpp"
 #include "sampling.hpp"
 
 namespace mlxrunner::ISA {
@@ -15,13 +15,12 @@ inline constexpr Kernels kTable{
     .name = kName,
     .bf16_on_tiles = false,
     .packed_input_stride = packed_input_stride,
-    .input_block = kInputRowsPerTile,
+    .input_block = input_block,
     .pack_input = pack_input,
     .matmul = matmul,
     .matmul_scratch = matmul_scratch,
-    .fits_tiles = fits_tiles,
-    .tile_reference = tile_reference,
-    .tile_reference_scratch = tile_reference_scratch,
+    .multiply_by_reference = multiply_by_reference,
+    .reference_scratch = reference_scratch,
     .bf16_tile_reference = bf16_tile_reference,
     .bf16_tile_reference_scratch = bf16_tile_reference_scratch,
     .dequantize_row = dequantize_row,

@@ -139,11 +139,12 @@ struct Kernels {
   // The stride of packed rows if `count` rows of x have to be packed for this matrix, else 0.
   std::int64_t (*packed_input_stride)(const Matrix&, std::int64_t count);
 
-  // Packs x [count, width] into out [count, stride]. The rows may be packed in several calls. All
-  // calls except the last one take a multiple of `input_block` rows.
-  std::int64_t input_block;
-  void (*pack_input)(const Matrix&, const float* x, std::int64_t count, float* out,
-                     std::int64_t stride);
+  // Packs rows [from, to) of x [count, width] into out, which has a multiple of `input_block` rows
+  // of this stride, aligned to 64 bytes. Blocks are packed independently: from is a multiple of
+  // input_block, and to is one, too, or is count.
+  std::int64_t (*input_block)(const Matrix&, std::int64_t count);
+  void (*pack_input)(const Matrix&, const float* x, std::int64_t count, std::int64_t from,
+                     std::int64_t to, float* out);
 
   // Computes y[m, n] = sum over k of x[m, k] * w[n, k] (+ bias[n] if not null) for n in [begin,
   // end). The rows of y are `ldy` apart. The order of each sum depends only on width and format.
@@ -153,13 +154,11 @@ struct Kernels {
                  std::int64_t begin, std::int64_t end, float* scratch);
   std::int64_t (*matmul_scratch)(const Matrix&);
 
-  // Multiplies x [count, width] by a matrix for which `fits_tiles`, with the algorithm for tiles in
-  // plain C++ (matmul_tiles.hpp). The results in y [count, rows] are bit-identical to those of
-  // `matmul`. The last partial panel is not computed. scratch: aligned to 64 bytes.
-  bool (*fits_tiles)(const Matrix&);
-  void (*tile_reference)(const Matrix&, const float* x, std::int64_t count, float* y,
-                         float* scratch);
-  std::int64_t (*tile_reference_scratch)(const Matrix&, std::int64_t count);
+  // Multiplies x [count, width] by a matrix in the format q4 or q8, by the definition in plain C++
+  // (matmul_reference.hpp). The results in y [count, rows] are bit-identical to those of `matmul`.
+  void (*multiply_by_reference)(const Matrix&, const float* x, std::int64_t count, float* y,
+                                float* scratch);
+  std::int64_t (*reference_scratch)(const Matrix&, std::int64_t count);
 
   // The same for a bfloat16 matrix (matmul_bf16_tiles.hpp), including the last panel. The results
   // are those of `matmul` only if bf16_on_tiles.

@@ -34,9 +34,13 @@ inline i64 packed_input_stride(const Matrix& w, i64 count) {
   return count > 1 ? w.width : 0;
 }
 
-inline void pack_input(const Matrix& w, const float* x, i64 count, float* out, i64 stride) {
-  if (is_quantized(w)) quantize_input(w, x, count, out, stride);
-  else pack_input_float(w, x, count, out);
+inline i64 input_block(const Matrix&, i64) { return kInputRowsPerTile; }
+
+inline void pack_input(const Matrix& w, const float* x, i64 count, i64 from, i64 to, float* out) {
+  const i64 stride = packed_input_stride(w, count);
+  x += from * w.width, out += from * stride;
+  if (is_quantized(w)) quantize_input(w, x, to - from, out, stride);
+  else pack_input_float(w, x, to - from, out);
 }
 
 inline void dequantize_row(const Matrix& w, i64 n, float* out) {

@@ -194,7 +194,7 @@ template <int kBits, int kPlanes, int M>
       for (int m = 0; m < M; m++) sums[m] = load_sub(totals + m * kPanelRows + first);
       for (i64 g = 0; g < groups; g++) {
         Sums<kPlanes> int_sums[M];
-        dot_any_group<kBits, kPlanes, kNumbersPerDot, M>(
+        dot_any_group<kBits, kPlanes, M>(
             w.group, chunk.words + g * words + first, numbers + g * x_bytes, 4 * stride,
             in_place && first == 0, int_sums);
         const SubVector scale = load_sub(chunk.scales + g * kPanelRows + first),
@@ -234,7 +234,7 @@ template <int kBits, int kPlanes, int M>
 void dot_expanded(const Matrix& w, const QuantizedPanel& panel, PackedRows x, float* out, i64 ldo) {
   if constexpr (M > 1)
     if (x.count < M) return dot_expanded<kBits, kPlanes, M - 1>(w, panel, x, out, ldo);
-  dot_panel<kBits, kPlanes, kNumbersPerDot, M>(w, panel, x.data, x.stride, out, ldo);
+  dot_panel<kBits, kPlanes, M>(w, panel, x.data, x.stride, out, ldo);
 }
 
 // Expands a whole panel. buffer: block_scratch floats.

@@ -65,9 +65,9 @@ class MatmulPrimitive : public CpuPrimitive {
   Matmul matmul_;
 };
 
-class TileReferencePrimitive : public CpuPrimitive {
+class ReferencePrimitive : public CpuPrimitive {
  public:
-  TileReferencePrimitive(mx::Stream stream, Matmul matmul)
+  ReferencePrimitive(mx::Stream stream, Matmul matmul)
       : CpuPrimitive(stream), matmul_(std::move(matmul)) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
@@ -78,13 +78,13 @@ class TileReferencePrimitive : public CpuPrimitive {
     mx::cpu::get_command_encoder(stream()).dispatch([=, x = in[0].data<float>()] {
       const Kernels& k = kernels();
       const bool is_bf16 = w.format == WeightFormat::bf16;
-      const auto find_size = is_bf16 ? k.bf16_tile_reference_scratch : k.tile_reference_scratch;
-      const auto multiply = is_bf16 ? k.bf16_tile_reference : k.tile_reference;
+      const auto find_size = is_bf16 ? k.bf16_tile_reference_scratch : k.reference_scratch;
+      const auto multiply = is_bf16 ? k.bf16_tile_reference : k.multiply_by_reference;
       multiply(w, x, count, y, scratch<ForMatmul>(static_cast<std::size_t>(find_size(w, count))));
     });
   }
 
-  const char* name() const override { return "mlxrunner::TileReference"; }
+  const char* name() const override { return "mlxrunner::MatmulReference"; }
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  private:
@@ -147,11 +147,12 @@ PackedRows pack_rows(const Matrix& w, const float* x, std::int64_t count) {
   const Kernels& k = kernels();
   const std::int64_t stride = k.packed_input_stride(w, count);
   if (!stride) return {x, count, w.width};
-  float* packed = scratch<ForPackedRows>(static_cast<std::size_t>(count * stride));
-  const std::int64_t task_rows = count < 32 ? count : std::max<std::int64_t>(k.input_block, 24);
+  const std::int64_t block = k.input_block(w, count), whole = (count + block - 1) / block * block;
+  float* packed = scratch<ForPackedRows>(static_cast<std::size_t>(whole * stride));
+  const std::int64_t task_rows = count < 32 ? count : 2 * block;
   ThreadPool::shared().run((count + task_rows - 1) / task_rows, [&](std::int64_t i) {
-    const std::int64_t from = i * task_rows, num_rows = std::min(task_rows, count - from);
-    k.pack_input(w, x + from * w.width, num_rows, packed + from * stride, stride);
+    const std::int64_t from = i * task_rows;
+    k.pack_input(w, x, count, from, std::min(count, from + task_rows), packed);
   });
   return {packed, count, stride};
 }
@@ -285,18 +286,16 @@ mx::array Matmul::operator()(const mx::array& x) const {
   return mx::astype(y, x.dtype(), cpu());
 }
 
-mx::array Matmul::multiply_by_tile_reference(const mx::array& x) const {
-  const Matrix w{format_, scale_type_, group_, planes_, outputs_, inputs_, nullptr, nullptr, nullptr};
-  const bool fits = format_ == WeightFormat::bf16 ||
-                    (kernels().fits_tiles(w) && outputs_ % kPanelRows == 0);
-  if (stacked_ || bias_ || !fits)
-    throw std::invalid_argument("tiles do not fit this matrix");
+mx::array Matmul::multiply_by_reference(const mx::array& x) const {
+  if (stacked_ || bias_ || !(scales_ || format_ == WeightFormat::bf16))
+    throw std::invalid_argument(
+        "the reference needs a matrix of 4 or 8 bits or of bfloat16 without a bias");
   std::vector<mx::array> in{contiguous_rows(to_float32(x, inputs_))};
   mx::Shape shape = x.shape();
   shape.back() = outputs_;
   for (mx::array& one : arrays()) in.push_back(std::move(one));
   return mx::array(std::move(shape), mx::float32,
-                   std::make_shared<TileReferencePrimitive>(cpu(), *this), std::move(in));
+                   std::make_shared<ReferencePrimitive>(cpu(), *this), std::move(in));
 }
 
 mx::array Matmul::dequantize_rows(const mx::array& ids) const {

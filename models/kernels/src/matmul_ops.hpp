@@ -28,10 +28,10 @@ class Matmul {
   // Maps x [..., in] to [..., out], in the type of x. The sums are float32.
   mx::array operator()(const mx::array& x) const;
 
-  // Computes the same product with the algorithm for tiles, in plain C++. Raises if tiles do not fit
-  // the matrix, if there is a bias, or if the number of outputs of a quantized matrix is not a
-  // multiple of 16.
-  mx::array multiply_by_tile_reference(const mx::array& x) const;
+  // Computes the same product by its definition, in plain C++, to test the kernels; with a bfloat16
+  // matrix, the product on tiles. Raises if the matrix has another format, if it is a stack, or if
+  // there is a bias.
+  mx::array multiply_by_reference(const mx::array& x) const;
 
   // Multiplies x [..., 1, in] by the matrices indices [..., k] of a stack. Returns [..., k, 1, out]
   // in the type of x. Leading axes are broadcast.

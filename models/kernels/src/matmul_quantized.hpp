@@ -96,31 +96,13 @@ inline void quantize_group(const float* x, i64 count, float* scale, float* sum, 
   *sum = *scale * static_cast<float>(total);
 }
 
-// Splits integers of x into planes of 64 bytes (matmul_tiles.hpp).
-template <int kPlanes>
-inline void store_spans(const std::int32_t* numbers, i64 count, std::int8_t* out) {
-  for (i64 k = 0; k < count; k += 64, out += 64 * kPlanes)
-    for (i64 i = 0; i < 64; i++) {
-      std::int32_t number = numbers[k + i];
-      MLXRUNNER_UNROLL
-      for (int p = kPlanes - 1; p >= 0; p--) {
-        out[p * 64 + i] = static_cast<std::int8_t>(number);
-        number = (number + 128) >> 8;
-      }
-    }
-}
-
-// kSpan: kLongSpan or kNumbersPerDot.
-template <int kBits, int kPlanes, int kSpan>
+template <int kBits, int kPlanes>
 inline void quantize_input_row(const Matrix& w, const float* x, float* out, float* scale) {
   auto* numbers_out = reinterpret_cast<std::int8_t*>(out);
-  const i64 size = kSpan == 64 ? w.group * kPlanes : group_bytes(w.group, kBits, kPlanes);
+  const i64 size = group_bytes(w.group, kBits, kPlanes);
   for (i64 k = 0; k < w.width; k += w.group, scale += 2, numbers_out += size)
     quantize_group<kPlanes>(x + k, w.group, scale, scale + 1, [&](const std::int32_t* numbers) {
-      if constexpr (kSpan == 64)
-        store_spans<kPlanes>(numbers, w.group, numbers_out);
-      else
-        store_input<kBits, kPlanes>(numbers, w.group, numbers_out);
+      store_input<kBits, kPlanes>(numbers, w.group, numbers_out);
     });
 }
 
@@ -136,21 +118,10 @@ inline void with_precision(const Matrix& w, F function) {
   else with_planes.template operator()<1>();
 }
 
-// Also passes the span of the layout of x.
-template <class F>
-inline void with_layout(const Matrix& w, F function) {
-  with_precision(w, [&]<int kBits, int kPlanes>() {
-    if constexpr (kLongSpan != 0)
-      if (w.group % 64 == 0)
-        return function.template operator()<kBits, kPlanes, kLongSpan>();
-    function.template operator()<kBits, kPlanes, kNumbersPerDot>();
-  });
-}
-
 inline void quantize_input(const Matrix& w, const float* x, i64 count, float* out, i64 stride) {
-  with_layout(w, [&]<int kBits, int kPlanes, int kSpan>() {
+  with_precision(w, [&]<int kBits, int kPlanes>() {
     for (i64 m = 0; m < count; m++, out += stride)
-      quantize_input_row<kBits, kPlanes, kSpan>(w, x + m * w.width, out, out + input_floats(w));
+      quantize_input_row<kBits, kPlanes>(w, x + m * w.width, out, out + input_floats(w));
   });
 }
 
@@ -215,35 +186,35 @@ struct Sums {
   IntVector sums[num_sums(kPlanes)];
 };
 
-template <int kSpan, int J, int kRow = 0, class Numbers, int kPlanes, int M>
+template <int J, int kRow = 0, class Numbers, int kPlanes, int M>
 MLXRUNNER_DOT_INLINE void dot_rows(Numbers numbers, const InputRows<M>& x,
                                    Sums<kPlanes> (&sums)[M]) {
   if constexpr (kRow < M) {
-    add_dot<kSpan, kRow, J>(sums[kRow].sums, numbers, x);
-    dot_rows<kSpan, J, kRow + 1>(numbers, x, sums);
+    add_dot<kRow, J>(sums[kRow].sums, numbers, x);
+    dot_rows<J, kRow + 1>(numbers, x, sums);
   }
 }
 
 // Multiplies kStep integers of each row, from the J-th kNumbersPerDot on, by M rows of x.
-template <int kBits, int kPlanes, int kSpan, int kStep, int J = 0, int C, int M>
+template <int kBits, int kPlanes, int kStep, int J = 0, int C, int M>
 MLXRUNNER_DOT_INLINE void dot_step(const std::uint32_t* words, const InputRows<M>& x,
                                    Sums<kPlanes> (&chains)[C][M]) {
   if constexpr (has_byte_step(kBits, kPlanes)) {
     add_byte_step<kPlanes>(words, x, chains[0]);
   } else if constexpr (J * kNumbersPerDot < kStep) {
-    dot_rows<kSpan, J>(select_numbers<kBits, J>(words), x, chains[J % C]);
-    dot_step<kBits, kPlanes, kSpan, kStep, J + 1>(words, x, chains);
+    dot_rows<J>(select_numbers<kBits, J>(words), x, chains[J % C]);
+    dot_step<kBits, kPlanes, kStep, J + 1>(words, x, chains);
   }
 }
 
 // Computes the integer sums of one group, for kWordRows rows of a panel. kStep: integers of a row
 // per iteration.
-template <int kBits, int kPlanes, int kSpan, int M, int kStep = step_numbers(kBits)>
+template <int kBits, int kPlanes, int M, int kStep = step_numbers(kBits)>
 MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const std::int8_t* x,
                                      i64 stride, bool should_prefetch, Sums<kPlanes> (&out)[M]) {
   constexpr int C = num_chains(M), kSums = num_sums(kPlanes);
   constexpr int kStepWords = kStep * kBits / 32;
-  constexpr i64 kStepBytes = kStep * (kSpan == kNumbersPerDot ? input_bytes(kBits, kPlanes) : 1);
+  constexpr i64 kStepBytes = kStep * input_bytes(kBits, kPlanes);
   Sums<kPlanes> chains[C][M];
   MLXRUNNER_UNROLL
   for (int i = 0; i < C * M * kSums; i++)
@@ -256,11 +227,8 @@ MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const
       for (int i = 0; i < kStepWords; i++)
         prefetch(reinterpret_cast<std::uintptr_t>(words + i * kPanelRows) + kPrefetchBytes);
     }
-    dot_step<kBits, kPlanes, kSpan, kStep>(words, rows, chains);
+    dot_step<kBits, kPlanes, kStep>(words, rows, chains);
     rows.advance(kStepBytes);
-    // the next integers are behind the other planes of this span
-    if constexpr (kSpan != kNumbersPerDot)
-      if ((k + kStep) % kSpan == 0) rows.advance(kSpan * (kPlanes - 1));
   }
   MLXRUNNER_UNROLL
   for (int i = 0; i < M * kSums; i++) {
@@ -272,20 +240,20 @@ MLXRUNNER_DOT_INLINE void dot_group(i64 group, const std::uint32_t* words, const
 }
 
 // The same for groups that may be shorter than an iteration.
-template <int kBits, int kPlanes, int kSpan, int M>
+template <int kBits, int kPlanes, int M>
 MLXRUNNER_DOT_INLINE void dot_any_group(i64 group, const std::uint32_t* words, const std::int8_t* x,
                                         i64 stride, bool should_prefetch, Sums<kPlanes> (&out)[M]) {
   constexpr int kMinGroup = 16;
   if constexpr (kBits == 8 && step_numbers(8) > kMinGroup)
     if (group == kMinGroup)
-      return dot_group<kBits, kPlanes, kSpan, M, kMinGroup>(group, words, x, stride,
+      return dot_group<kBits, kPlanes, M, kMinGroup>(group, words, x, stride,
                                                             should_prefetch, out);
-  dot_group<kBits, kPlanes, kSpan, M>(group, words, x, stride, should_prefetch, out);
+  dot_group<kBits, kPlanes, M>(group, words, x, stride, should_prefetch, out);
 }
 
 // Multiplies a panel by M rows of x. out: [M, kPanelRows], whose rows are `ldo` apart. It is not
 // inlined, because GCC 12 would then keep accumulators in memory.
-template <int kBits, int kPlanes, int kSpan, int M>
+template <int kBits, int kPlanes, int M>
 [[gnu::noinline]] void dot_panel(const Matrix& w, const QuantizedPanel& panel, const float* x,
                                  i64 stride, float* out, i64 ldo) {
   constexpr int kPerWord = 32 / kBits;
@@ -298,7 +266,7 @@ template <int kBits, int kPlanes, int kSpan, int M>
     const float* x_scales = x + input_floats(w);
     for (i64 g = 0; g < groups; g++, x_scales += 2) {
       Sums<kPlanes> int_sums[M];
-      dot_any_group<kBits, kPlanes, kSpan, M>(w.group, panel.words + g * words + first,
+      dot_any_group<kBits, kPlanes, M>(w.group, panel.words + g * words + first,
                                               numbers + g * group_bytes(w.group, kBits, kPlanes),
                                               4 * stride, first == 0, int_sums);
       const SubVector scale = load_scales(panel.scales, w.scale_type, g * kPanelRows + first),
@@ -316,40 +284,40 @@ template <int kBits, int kPlanes, int kSpan, int M>
 }
 
 // Multiplies M rows of x by rows [begin, end) of w.
-template <int kBits, int kPlanes, int kSpan, int M>
+template <int kBits, int kPlanes, int M>
 void matmul_rows(const Matrix& w, const float* x, i64 stride, float* y, i64 ldy, i64 begin, i64 end,
                  float* scratch) {
   for (i64 n = begin; n < end; n += kPanelRows) {
     const i64 rows = end - n < kPanelRows ? end - n : kPanelRows;
     if (rows == kPanelRows) {
-      dot_panel<kBits, kPlanes, kSpan, M>(w, get_panel(w, n), x, stride, y + n, ldy);
+      dot_panel<kBits, kPlanes, M>(w, get_panel(w, n), x, stride, y + n, ldy);
     } else {
       float out[M * kPanelRows];
-      dot_panel<kBits, kPlanes, kSpan, M>(w, pad_panel(w, n, scratch), x, stride, out, kPanelRows);
+      dot_panel<kBits, kPlanes, M>(w, pad_panel(w, n, scratch), x, stride, out, kPanelRows);
       for (i64 m = 0; m < M; m++)
         for (i64 r = 0; r < rows; r++) y[m * ldy + n + r] = out[m * kPanelRows + r];
     }
   }
 }
 
-template <int kBits, int kPlanes, int kSpan, int M = max_rows(kPlanes)>
+template <int kBits, int kPlanes, int M = max_rows(kPlanes)>
 void matmul_rows_dispatch(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end,
                           float* scratch) {
   if constexpr (M > 1)
     if (x.count < M)
-      return matmul_rows_dispatch<kBits, kPlanes, kSpan, M - 1>(w, x, y, ldy, begin, end, scratch);
-  matmul_rows<kBits, kPlanes, kSpan, M>(w, x.data, x.stride, y, ldy, begin, end, scratch);
+      return matmul_rows_dispatch<kBits, kPlanes, M - 1>(w, x, y, ldy, begin, end, scratch);
+  matmul_rows<kBits, kPlanes, M>(w, x.data, x.stride, y, ldy, begin, end, scratch);
 }
 
 // begin must be the first row of a panel. end must be the first row of a panel or the number of
 // rows.
 inline void quantized_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end,
                              float* scratch) {
-  with_layout(w, [&]<int kBits, int kPlanes, int kSpan>() {
+  with_precision(w, [&]<int kBits, int kPlanes>() {
     const i64 blocks = (x.count + max_rows(kPlanes) - 1) / max_rows(kPlanes);
     for (i64 i = 0, m = 0; i < blocks; i++) {
       const i64 num_rows = x.count * (i + 1) / blocks - m;
-      matmul_rows_dispatch<kBits, kPlanes, kSpan>(w, {x.data + m * x.stride, num_rows, x.stride},
+      matmul_rows_dispatch<kBits, kPlanes>(w, {x.data + m * x.stride, num_rows, x.stride},
                                                   y + m * ldy, ldy, begin, end, scratch);
       m += num_rows;
     }

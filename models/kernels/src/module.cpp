@@ -278,7 +278,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 10;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 11;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def("why_no_bf16_tiles", [] { return selection().why_no_bf16_tiles; },
@@ -302,7 +302,7 @@ NB_MODULE(_kernels, m) {
                   "outputs"_a, "inputs"_a, "bias"_a = nb::none(), "activations"_a = 24)
       .def("__call__", &Matmul::operator(), "x"_a)
       .def("has_same_format", &Matmul::has_same_format, "other"_a)
-      .def("multiply_by_tile_reference", &Matmul::multiply_by_tile_reference, "x"_a)
+      .def("multiply_by_reference", &Matmul::multiply_by_reference, "x"_a)
       .def("gather", &Matmul::gather, "x"_a, "indices"_a)
       .def("dequantize_rows", &Matmul::dequantize_rows, "ids"_a);
   m.def(

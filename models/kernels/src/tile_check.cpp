@@ -24,7 +24,8 @@ namespace {
 // the exit status of the child process after a difference
 constexpr int kDifferent = 1;
 
-constexpr std::int64_t kOutputs = 48, kMaxInputs = 384, kMaxCount = 40;
+constexpr std::int64_t kOutputs = 53, kMaxInputs = 384, kMaxCount = 40;
+constexpr std::int64_t kCounts[] = {1, 7, 16, 33, kMaxCount};
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
@@ -55,10 +56,10 @@ class Products {
     for (float& value : x_) value = static_cast<float>(next_random(state) % 2000) / 999 - 1;
     std::int64_t packed = 1, scratch = 1, reference = 1;
     for (const Matrix& w : matrices()) {
-      packed = std::max(packed, kMaxCount * tested.packed_input_stride(w, kMaxCount));
+      for (const std::int64_t count : kCounts) packed = std::max(packed, packed_floats(w, count));
       scratch = std::max(scratch, tested.matmul_scratch(w));
       const auto find_size =
-          is_bf16(w) ? tested.bf16_tile_reference_scratch : tested.tile_reference_scratch;
+          is_bf16(w) ? tested.bf16_tile_reference_scratch : tested.reference_scratch;
       reference = std::max(reference, find_size(w, kMaxCount));
     }
     packed_ = allocate_floats(packed), scratch_ = allocate_floats(scratch);
@@ -67,7 +68,7 @@ class Products {
 
   bool are_equal() {
     for (const Matrix& w : all_)
-      for (const std::int64_t count : {1, 7, 16, 33, 40})
+      for (const std::int64_t count : kCounts)
         if (!is_equal(w, count)) return false;
     return true;
   }
@@ -90,12 +91,17 @@ class Products {
 
   static bool is_bf16(const Matrix& w) { return w.format == WeightFormat::bf16; }
 
+  std::int64_t packed_floats(const Matrix& w, std::int64_t count) {
+    const std::int64_t block = tested_.input_block(w, count);
+    return (count + block - 1) / block * block * tested_.packed_input_stride(w, count);
+  }
+
   bool is_equal(const Matrix& w, std::int64_t count) {
     const std::int64_t stride = tested_.packed_input_stride(w, count);
-    tested_.pack_input(w, x_.data(), count, packed_.get(), stride);
+    tested_.pack_input(w, x_.data(), count, 0, count, packed_.get());
     tested_.matmul(w, {packed_.get(), count, stride}, nullptr, found_.data(), w.rows, 0, w.rows,
                    scratch_.get());
-    const auto multiply = is_bf16(w) ? tested_.bf16_tile_reference : tested_.tile_reference;
+    const auto multiply = is_bf16(w) ? tested_.bf16_tile_reference : tested_.multiply_by_reference;
     multiply(w, x_.data(), count, expected_.data(), reference_.get());
     return !std::memcmp(found_.data(), expected_.data(),
                         static_cast<std::size_t>(count * w.rows) * sizeof(float));

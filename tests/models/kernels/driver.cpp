@@ -130,8 +130,12 @@ void matmul(const Matrix& w, const float* x, std::int64_t count, const float* bi
   const Kernels& k = kernels();
   Guarded<float> scratch(static_cast<std::size_t>(k.matmul_scratch(w)), 64);
   const std::int64_t stride = k.packed_input_stride(w, count);
-  Guarded<float> packed(static_cast<std::size_t>(count * stride), 64);
-  if (stride) k.pack_input(w, x, count, packed.data(), stride);
+  const std::int64_t block = k.input_block(w, count), whole = (count + block - 1) / block * block;
+  Guarded<float> packed(static_cast<std::size_t>(whole * stride), 64);
+  // two threads' parts
+  const std::int64_t part = whole / block / 2 * block;
+  if (stride) k.pack_input(w, x, count, 0, part, packed.data());
+  if (stride) k.pack_input(w, x, count, part, count, packed.data());
   const PackedRows rows =
       stride ? PackedRows{packed.data(), count, stride} : PackedRows{x, count, w.width};
   k.matmul(w, rows, bias, y, w.rows, begin, end, scratch.data());
@@ -158,16 +162,11 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
       fail("wrote beyond its part");
   matmul(w, x.data(), count, with, y.data(), split, w.rows);
 
-  if (kernels().fits_tiles(w)) {
-    const auto size = static_cast<std::size_t>(kernels().tile_reference_scratch(w, count));
-    Guarded<float> tiled(y.size()), scratch(size, 64);
-    kernels().tile_reference(w, x.data(), count, tiled.data(), scratch.data());
-    const std::int64_t whole = with ? 0 : w.rows / 16 * 16;  // it adds no bias
-    for (std::int64_t m = 0; m < count; m++)
-      if (std::memcmp(&tiled[static_cast<std::size_t>(m * w.rows)],
-                      &y[static_cast<std::size_t>(m * w.rows)],
-                      static_cast<std::size_t>(whole) * 4))
-        fail("tiles give other bits");
+  if (w.group && !has_blocks(w.format) && !with) {
+    const auto size = static_cast<std::size_t>(kernels().reference_scratch(w, count));
+    Guarded<float> expected(y.size()), scratch(size, 64);
+    kernels().multiply_by_reference(w, x.data(), count, expected.data(), scratch.data());
+    if (std::memcmp(expected.data(), y.data(), y.size() * 4)) fail("the reference differs");
   }
 
   if (w.format == WeightFormat::bf16) {

@@ -21,20 +21,22 @@ float* allocate(std::size_t count) {
 }
 
 // Kernels whose `matmul` uses the reference, or has a fault.
-void copy_x(const Matrix& w, const float* x, std::int64_t count, float* out, std::int64_t stride) {
-  for (std::int64_t m = 0; m < count; m++)
-    std::memcpy(out + m * stride, x + m * w.width, static_cast<std::size_t>(w.width) * 4);
+void copy_x(const Matrix& w, const float* x, std::int64_t, std::int64_t from, std::int64_t to,
+            float* out) {
+  std::memcpy(out + from * w.width, x + from * w.width,
+              static_cast<std::size_t>((to - from) * w.width) * 4);
 }
+std::int64_t one_row(const Matrix&, std::int64_t) { return 1; }
 std::int64_t plain_stride(const Matrix& w, std::int64_t) { return w.width; }
 bool is_bf16(const Matrix& w) { return w.format == WeightFormat::bf16; }
 std::int64_t scratch_size(const Matrix& w) {
   const Kernels& k = *kernels_scalar();
-  return is_bf16(w) ? k.bf16_tile_reference_scratch(w, 40) : k.tile_reference_scratch(w, 40);
+  return is_bf16(w) ? k.bf16_tile_reference_scratch(w, 40) : k.reference_scratch(w, 40);
 }
 void multiply_right(const Matrix& w, PackedRows x, const float*, float* y, std::int64_t,
                     std::int64_t, std::int64_t, float* scratch) {
   const Kernels& k = *kernels_scalar();
-  (is_bf16(w) ? k.bf16_tile_reference : k.tile_reference)(w, x.data, x.count, y, scratch);
+  (is_bf16(w) ? k.bf16_tile_reference : k.multiply_by_reference)(w, x.data, x.count, y, scratch);
 }
 void multiply_wrong(const Matrix& w, PackedRows x, const float* bias, float* y, std::int64_t ldy,
                     std::int64_t begin, std::int64_t end, float* scratch) {
@@ -72,7 +74,8 @@ void report_signal(int) {
 int check_fault(const std::string& action) {
   for (int signal : {SIGILL, SIGSEGV, SIGALRM}) std::signal(signal, report_signal);
   Kernels tested = *kernels_scalar();
-  tested.packed_input_stride = plain_stride, tested.pack_input = copy_x;
+  tested.packed_input_stride = plain_stride, tested.input_block = one_row;
+  tested.pack_input = copy_x;
   tested.matmul_scratch = scratch_size;
   tested.bf16_on_tiles = action == "right" || action == "wrong-bf16";
   tested.matmul = action == "right"        ? multiply_right
@@ -87,12 +90,14 @@ int check_fault(const std::string& action) {
 
 std::vector<float> multiply(const Kernels& k, const Matrix& w, const std::vector<float>& x,
                             std::int64_t count, const float* bias) {
-  const std::int64_t stride = k.packed_input_stride(w, count);
-  float* packed = allocate(static_cast<std::size_t>(count * stride));
+  const std::int64_t stride = k.packed_input_stride(w, count), block = k.input_block(w, count),
+                     whole = (count + block - 1) / block * block, part = whole / block / 2 * block;
+  float* packed = allocate(static_cast<std::size_t>(whole * stride));
   float* scratch = allocate(static_cast<std::size_t>(k.matmul_scratch(w)) + 16);
-  k.pack_input(w, x.data(), count, packed, stride);
-  std::vector<float> y(static_cast<std::size_t>(count * w.rows));
   // two threads' parts
+  k.pack_input(w, x.data(), count, 0, part, packed);
+  k.pack_input(w, x.data(), count, part, count, packed);
+  std::vector<float> y(static_cast<std::size_t>(count * w.rows));
   const std::int64_t middle = w.rows / 32 * 16;
   k.matmul(w, {packed, count, stride}, bias, y.data(), w.rows, 0, middle, scratch);
   k.matmul(w, {packed, count, stride}, bias, y.data(), w.rows, middle, w.rows, scratch);
@@ -141,14 +146,18 @@ int compare_amx(bool emulate) {
   const bool native = !emulate && find_tile_obstacle().empty();
   if (!native) AmxEmulator::install();
   std::srand(1);
+  // outputs and groups: with less and more than a block of panels, and than a block of groups
+  constexpr std::int64_t kShapes[][2] = {{16, 3}, {48, 9}, {71, 3}, {300, 17}};
   for (WeightFormat format : {WeightFormat::q4, WeightFormat::q8})
     for (int planes : {1, 2, 3})
       for (int group : {32, 64, 128})
-        for (std::int64_t rows : {16, 48, 71})
-          for (std::int64_t count : {1, 6, 7, 8, 15, 16, 17, 33, 130}) {
-            const std::int64_t width = 3 * group;
+        for (const auto& [rows, groups] : kShapes)
+          for (std::int64_t count : {1, 6, 7, 8, 12, 15, 16, 17, 21, 33, 130}) {
+            if (groups == 17 && count != 7 && count != 33) continue;  // slow if emulated
+            const std::int64_t width = groups * group;
             std::vector<std::uint32_t> words(static_cast<std::size_t>(rows * width / 4));
-            std::vector<float> scales(static_cast<std::size_t>(rows * 3)), biases(scales.size()),
+            std::vector<float> scales(static_cast<std::size_t>(rows * groups)),
+                biases(scales.size()),
                 x(static_cast<std::size_t>(count * width)), bias(static_cast<std::size_t>(rows));
             for (auto& one : words) one = static_cast<std::uint32_t>(std::rand()) * 3;
             for (auto* all : {&scales, &biases, &x, &bias})
