@@ -74,13 +74,12 @@ def test_a_later_turn_knows_the_image_without_encoding_it_again(
     client: openai.OpenAI, server: ServerProcess
 ) -> None:
     messages = make_messages(["purple", "yellow"])
-    first = client.chat.completions.create(model="model", messages=messages, temperature=0)
+    first: Any = client.chat.completions.create(model="model", messages=messages, temperature=0)
     encoded = count_encoded(server)
     answer = {"role": "assistant", "content": first.choices[0].message.content}
     question = {"role": "user", "content": "What colour is it?"}
-    second = client.chat.completions.create(
-        model="model", messages=[*messages, answer, question], temperature=0
-    )
+    later: Any = [*messages, answer, question]
+    second: Any = client.chat.completions.create(model="model", messages=later, temperature=0)
     assert second.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens
     assert count_encoded(server) == encoded
 

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.colors_model.drawings import COLORS, draw_named
-from tests.colors_model.train import FOLDER, IMAGE, QUESTIONS, make_inputs, make_tokenizer, render
+from tests.colors_model.train import (
+    FOLDER,
+    IMAGE,
+    QUESTIONS,
+    get_id,
+    make_inputs,
+    make_tokenizer,
+    render,
+)
 
 FILE = Path(__file__).with_name("reference.json")
 
@@ -23,7 +31,7 @@ PROMPTS = [
 
 
 def compute(prompts: Sequence[Sequence[str]]) -> list[dict[str, object]]:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     from transformers import Qwen3VLForConditionalGeneration
 
     tokenizer = make_tokenizer()
@@ -32,7 +40,7 @@ def compute(prompts: Sequence[Sequence[str]]) -> list[dict[str, object]]:
     for colors in prompts:
         ids = tokenizer.encode(render(len(colors), QUESTIONS[0])).ids
         images = [draw_named(color, index) for index, color in enumerate(colors)]
-        inputs = make_inputs([ids], images, tokenizer.token_to_id(IMAGE))
+        inputs = make_inputs([ids], images, get_id(tokenizer, IMAGE))
         end = tokenizer.token_to_id("<|im_end|>")
         output = model.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=end)
         text = tokenizer.decode(output[0, len(ids) :].tolist(), skip_special_tokens=True)

@@ -55,6 +55,12 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def get_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return found
+
+
 def render(num_images: int, question: str) -> str:
     image = f"<|vision_start|>{IMAGE * ROWS}<|vision_end|>"
     user = f"<|im_start|>user\n{image * num_images}{question}<|im_end|>\n"
@@ -73,7 +79,7 @@ def to_patches(image: Image.Image) -> np.ndarray:
 def make_inputs(ids: Sequence[Sequence[int]], images: Sequence[Image.Image], image: int) -> Any:
     """Returns the inputs of transformers' model. ids: the rows, padded with 0 on the right. image:
     the ID of the image token."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     width = max(map(len, ids))
     rows = torch.tensor([[*row, *[0] * (width - len(row))] for row in ids])
@@ -120,10 +126,14 @@ def make_config(tokenizer: Tokenizer) -> Any:
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
-    names = ("image_token_id", IMAGE), ("vision_start_token_id", "<|vision_start|>")
-    names = (*names, ("vision_end_token_id", "<|vision_end|>"))
-    ids = {key: tokenizer.token_to_id(text) for key, text in names}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=get_id(tokenizer, IMAGE),
+        vision_start_token_id=get_id(tokenizer, "<|vision_start|>"),
+        vision_end_token_id=get_id(tokenizer, "<|vision_end|>"),
+    )
 
 
 def draw_sample(rng: random.Random) -> tuple[str, str, list[Image.Image]]:
@@ -140,7 +150,7 @@ def draw_sample(rng: random.Random) -> tuple[str, str, list[Image.Image]]:
 
 
 def train() -> None:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     from transformers import Qwen3VLForConditionalGeneration
 
     torch.manual_seed(0)
@@ -156,7 +166,7 @@ def train() -> None:
             rows.append(begin + end)
             labels.append([-100] * len(begin) + end)
             images += drawn
-        inputs = make_inputs(rows, images, tokenizer.token_to_id(IMAGE))
+        inputs = make_inputs(rows, images, get_id(tokenizer, IMAGE))
         width = inputs["input_ids"].shape[1]
         wanted = torch.tensor([[*row, *[-100] * (width - len(row))] for row in labels])
         loss = model(**inputs, labels=wanted).loss
@@ -171,7 +181,7 @@ def train() -> None:
 
 
 def save(model: Any, tokenizer: Tokenizer) -> None:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     model.to(torch.bfloat16).save_pretrained(FOLDER)
     tokenizer.save(str(FOLDER / "tokenizer.json"))
