@@ -91,6 +91,7 @@ def test_models_are_listed_and_found_by_ids_with_slashes(call: Any):
         "created": 1_700_000_000,
         "owned_by": "mlxrunner",
         "context_length": 4096,
+        "input_modalities": ["text"],
         "max_model_len": 4096,
         "state": "ready",
         "progress": None,

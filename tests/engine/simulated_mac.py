@@ -224,6 +224,7 @@ class SimulatedModel(nn.Module):
 
     batch_invariant: ClassVar[bool] = False
     selects_logits: ClassVar[bool] = False
+    image_rules: ClassVar[None] = None
 
     def __init__(self, metal: FakeMetal, *, weights: int, layers: int, position_bytes: int) -> None:
         super().__init__()

@@ -215,7 +215,7 @@ def test_bodies_in_flight_are_bounded_and_a_rejected_one_is_released():
     """Fourteen bodies of ten megabytes each increased the process by 2 GB."""
 
     async def run() -> None:
-        bodies = build_request_bodies()
+        bodies = build_request_bodies(max_body=10 * MEBIBYTE)
         large = b'"' + b"x" * (10 * MEBIBYTE - 2) + b'"'
         done = asyncio.Event()
 

@@ -80,7 +80,7 @@ def draw_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
 
 def logits(config: dict[str, Any], weights: dict[str, mx.array]) -> np.ndarray:
     prompt = np.random.default_rng(1).integers(0, 101, 23).tolist()
-    return parity.prefill(architectures.build(config, dict(weights)), prompt, [23])
+    return parity.prefill(architectures.build(config, dict(weights), vision=False), prompt, [23])
 
 
 def test_defaults_complete_a_published_config() -> None:

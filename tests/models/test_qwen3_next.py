@@ -109,7 +109,7 @@ def with_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
-    return parity.prefill(architectures.build(config, weights), list(range(40)), [40])
+    return parity.prefill(architectures.build(config, weights, vision=False), list(range(40)), [40])
 
 
 def in_bfloat16(model: Any) -> Any:

@@ -231,6 +231,7 @@ class Windowless:
 
     batch_invariant: ClassVar[bool] = False
     selects_logits: ClassVar[bool] = False
+    image_rules: ClassVar[None] = None
 
     def __init__(self, model: Any) -> None:
         self._model = model
