@@ -554,7 +554,7 @@ INVALID_REQUESTS: list[tuple[str, bytes, int, str | None]] = [
     ("deep", CHAT + b"[" * 50_000 + b"]" * 50_000 + b"}", 400, None),
     (
         "large",
-        CHAT + b'[{"role":"user","content":"' + b"x" * 11_000_000 + b'"}]}',
+        CHAT + b'[{"role":"user","content":"' + b"x" * 34_000_000 + b'"}]}',
         413,
         "request_too_large",
     ),

@@ -54,7 +54,7 @@ block = _kernels.AttentionBlock(norm, *[product] * 4, heads=1, kv_heads=1, scale
 keys, values = [mx.zeros((1, 1, 16, 8))], [mx.ones((1, 1, 16, 8))]
 for i in range(3):
     copies = keys, values
-    results = block(mx.ones((1, 1, 8)), keys, values, [i], [i + 1], [0], [0], 0)
+    results = block(mx.ones((1, 1, 8)), [0], keys, values, [i], [i + 1], [0], [0], 0)
     try:
         mx.eval(results)
     except RuntimeError as error:
