@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 
 from app import cli, server
-from app.core.images import ImagePixels
+from app.core.images import ImagePixels, is_row_id
 from app.core.jobs import (
     Capacity,
     Ended,
@@ -98,6 +98,17 @@ THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
 THINKING_END = "</think>"
 
 
+# The same for a model that reads images.
+IMAGE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+SEEING_TEMPLATE = """\
+{%- macro show(content) -%}
+{%- if content is string %}{{ content }}{% else %}{% for part in content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}
+{%- endif %}{% endfor %}{% endif %}
+{%- endmacro %}
+""" + CHAT_TEMPLATE.replace("{{ message.content }}", "{{ show(message.content) }}")
+
+
 def render_call(name: str, arguments: dict[str, Any]) -> str:
     """A tool call as the model writes it, and as the template renders it."""
     document = json.dumps({"name": name, "arguments": arguments})
@@ -158,16 +169,20 @@ class ScriptedEngine:
         self._folder = folder
         self._state: RunnerState = "loading"
         self._tokenizer: tokenizers.Tokenizer | None = None
+        self._sees = False
         self._prompts = 0
 
     async def start(self, files: ModelFiles) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(files.tokenizer_path))
+        self._sees = bool(files.processor_config)
         self._state = "ready"
 
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator["ScriptedJob"]:
         assert self._tokenizer is not None
-        prompt = self._tokenizer.decode(list(job.prompt_token_ids), skip_special_tokens=False)
+        image = self._tokenizer.token_to_id(IMAGE_TOKENS[1])
+        ids = [image if is_row_id(id_) else id_ for id_ in job.prompt_token_ids]
+        prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
         self._prompts += 1
         (self._folder / f"prompt-{self._prompts:03}.txt").write_text(prompt, "utf-8")
         answer = EngineScript.read(self._folder).find_answer(prompt)
@@ -179,7 +194,11 @@ class ScriptedEngine:
 
     def status(self) -> RunnerStatus:
         capacity = Capacity(
-            parallel=8, context_length=CONTEXT, kv_budget=1 << 30, kv_bytes_per_sequence=1
+            parallel=8,
+            context_length=CONTEXT,
+            kv_budget=1 << 30,
+            kv_bytes_per_sequence=1,
+            vision=self._sees,
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
 
@@ -208,7 +227,7 @@ class ScriptedJob:
         self.ended_ns: int | None = None
 
     def provide_images(self, images: Sequence[ImagePixels]) -> None:
-        raise AssertionError("the jobs have no images")
+        raise AssertionError("the engine requests no pixels")
 
     def limit_cached_tokens(self, tokens: int) -> None:
         pass
@@ -233,6 +252,24 @@ def write_model(folder: Path, chat_template: str = CHAT_TEMPLATE) -> Path:
     file = folder / "tokenizer_config.json"
     config = {**json.loads(file.read_text()), "eos_token": TURN_END, "chat_template": chat_template}
     file.write_text(json.dumps(config))
+    return folder
+
+
+def write_seeing_model(folder: Path) -> Path:
+    """A model folder with the config of a Qwen3-VL. Its weights are never loaded."""
+    write_model(folder, SEEING_TEMPLATE)
+    file = folder / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens([tokenizers.AddedToken(text) for text in IMAGE_TOKENS])
+    tokenizer.save(str(file))
+    file = folder / "config.json"
+    text = {**json.loads(file.read_text()), "vocab_size": tokenizer.get_vocab_size()}
+    text |= {"model_type": "qwen3_vl_text", "head_dim": 4}
+    vision = {"model_type": "qwen3_vl_vision", "depth": 1, "hidden_size": 16, "num_heads": 2}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    file.write_text(json.dumps({**config, "eos_token_id": text["eos_token_id"]}))
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
 

@@ -23,12 +23,14 @@ import pytest
 from app.commands.client_programs import PROGRAMS
 from tests.clients.client_process import run_to_end
 from tests.clients.programs.scripted_server import (
+    FOLDER_VARIABLE,
     EngineScript,
     Task,
     render_answer,
     render_call,
+    write_seeing_model,
 )
-from tests.server_process import ROOT, TIMEOUT, ServerProcess
+from tests.server_process import ROOT, TIMEOUT, ServerProcess, run_server
 from tests.terminal_process import TERMINAL_TYPE, TerminalProcess
 
 SECRET = "kumquat"
@@ -284,6 +286,54 @@ def test_a_program_reads_and_writes_files_in_three_turns(
     assert user_file.read_text() == text
     if not case.in_terminal:  # where `launch` is killed
         assert list(temporary_folder.glob("mlxrunner-launch-*")) == []
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("name", "tool", "field"),
+    [("claude", "Read", "file_path"), ("codex", "view_image", "path")],
+)
+def test_a_program_shows_a_picture_to_a_model_that_sees(
+    name: str,
+    tool: str,
+    field: str,
+    programs: Callable[[str], str],
+    script_folder: Path,
+    launch_command: list[str],
+    home: Path,
+    tmp_path: Path,
+):
+    """The picture is in the prompt of this turn and of the next one."""
+    path = programs(name)
+    work = tmp_path / "work"
+    write_repository(work)
+    [case] = [case for case in CASES if case.name == name]
+    read = call(tool, **{field: str(work / "picture.png")})
+    tasks = [
+        Task(marker=TASKS[0], answers=[read, "It is black."]),
+        Task(marker=TASKS[1], answers=["It is still black."]),
+    ]
+    EngineScript(tasks=tasks).write(script_folder)
+    with run_server(
+        str(write_seeing_model(script_folder / "seer")),
+        environ={FOLDER_VARIABLE: str(script_folder)},
+        module="tests.clients.programs.scripted_server",
+    ) as server:
+        server.wait_until_ready()
+        command = [*launch_command, name, "--port", str(server.port), "--"]
+        environment = build_environment(path, home)
+        words = [*command, *find_documented_arguments(name), PROMPTS[0]]
+        assert "It is black." in run_to_end(words, environment, work, server, 4 * TIMEOUT)
+        words = [*command, *case.later_turns(home), PROMPTS[1]]
+        assert "It is still black." in run_to_end(words, environment, work, server, 4 * TIMEOUT)
+        assert " 400 " not in server.log_text()
+    for task in TASKS[:2]:
+        prompt = [prompt for prompt in read_prompts(script_folder) if task in prompt][-1]
+        _, _, image = prompt.partition("<|vision_start|>")
+        rows, _, _ = image.partition("<|vision_end|>")
+        assert rows == "<|image_pad|>" * (len(rows) // len("<|image_pad|>"))
+        assert len(rows) >= 64 * len("<|image_pad|>"), "an image has at least 256 x 256 pixels"
+        assert "image omitted" not in prompt
 
 
 def check_history(case: Case, script: EngineScript, prompt: str) -> None:
