@@ -33,9 +33,11 @@ def crash_while_it_runs(server: ServerProcess) -> str:
 
 def test_only_what_was_running_fails_and_two_crashes_refuse_the_prompt(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "long", max_position_embeddings=20_000)
-    steps = [Send(raw_client.post(OTHER, COMPLETIONS)), Read()]
+    # a prompt that ran during both crashes would be refused, too
+    others = [{**OTHER, "prompt": f"x{number}"} for number in range(1000)]
+    connections = [[Send(raw_client.post(one, COMPLETIONS)), Read()] for one in others]
     with run_server(str(folder), "--parallel", "2") as server:
-        with attack_in_processes(Attack([steps], threads=3, port=server.port)) as counts:
+        with attack_in_processes(Attack(connections, threads=3, port=server.port)) as counts:
             for _ in range(2):
                 rest = crash_while_it_runs(server)
                 assert '"error"' in rest
