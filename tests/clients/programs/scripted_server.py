@@ -180,7 +180,7 @@ class ScriptedEngine:
     @asynccontextmanager
     async def submit(self, job: Job) -> AsyncGenerator["ScriptedJob"]:
         assert self._tokenizer is not None
-        image = self._tokenizer.token_to_id(IMAGE_TOKENS[1])
+        image = self._tokenizer.token_to_id(IMAGE_TOKENS[1]) or 0  # without images
         ids = [image if is_row_id(id_) else id_ for id_ in job.prompt_token_ids]
         prompt = self._tokenizer.decode(ids, skip_special_tokens=False)
         self._prompts += 1
