@@ -1,5 +1,5 @@
 // Multiplication of x by a matrix of 4 or 8 bits by its definition (matmul_quantized.hpp), in plain
-// C++. All instruction sets must give the same bits.
+// C++. All instruction sets with a fused multiply-add must give the same bits.
 //
 // Knows: the definition and the order of the words in a panel. Must not know: integer dot products,
 // tiles, threads.
