@@ -150,7 +150,7 @@ async def _exchange(
 
 def is_public_address(text: str) -> bool:
     """Returns whether an address is on the internet: not private, loopback, link-local, shared
-    (RFC 6598), multicast or reserved, nor an address of IPv6 that stands for one of IPv4."""
+    (RFC 6598), multicast or reserved, nor an IPv6 address that contains an IPv4 address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

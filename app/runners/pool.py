@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from app.core.errors import AppError, ErrorKind
-from app.core.jobs import PrefixSnapshot
+from app.core.jobs import Capacity, PrefixSnapshot
 from app.core.model_files import ModelFiles
 from app.core.models import ModelState, ServedModel
 from app.core.ports import Runner
@@ -143,18 +143,22 @@ class ModelPool:
         handle = self._handles.get(served.name)
         return None if handle is None else handle.get_prefix_snapshot()
 
+    def capacity(self, served: ServedModel) -> Capacity | None:
+        """Returns the capacity of the model's engine, or None while the model is not loaded.
+        Thread-safe, because requests are parsed outside the event loop."""
+        handle = self._handles.get(served.name)
+        return None if handle is None else handle.capacity
+
     def context_length(self, served: ServedModel) -> int | None:
         """Returns the maximum number of positions in a sequence, or None while the model is not
-        loaded. Thread-safe, because requests are parsed outside the event loop."""
-        handle = self._handles.get(served.name)
-        capacity = None if handle is None else handle.capacity
+        loaded. Thread-safe, like `capacity`."""
+        capacity = self.capacity(served)
         return None if capacity is None else capacity.context_length
 
     def parallel(self, served: ServedModel) -> int | None:
         """Returns the maximum number of concurrent sequences, or None while the model is not
-        loaded. Thread-safe, like `context_length`."""
-        handle = self._handles.get(served.name)
-        capacity = None if handle is None else handle.capacity
+        loaded. Thread-safe, like `capacity`."""
+        capacity = self.capacity(served)
         return None if capacity is None else capacity.parallel
 
     def loaded_files(self, served: ServedModel) -> ModelFiles | None:

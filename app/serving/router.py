@@ -429,7 +429,7 @@ class ModelRouter:
         settings = entry.served.settings
         if self._image_decoder is None or not settings.vision:
             return False
-        capacity = self._pool.get_handle(entry.served).status().capacity
+        capacity = self._pool.capacity(entry.served)
         if capacity is not None:
             return capacity.vision
         try:
