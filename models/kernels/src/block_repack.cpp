@@ -217,7 +217,7 @@ class RepackBlocksPrimitive : public CpuPrimitive {
       : CpuPrimitive(stream), format_(format) {}
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
-    allocate(outs[0]);
+    allocate_aligned(outs[0]);
     const int64_t rows = in[0].shape(-2), raw_bytes = in[0].shape(-1),
                   row_bytes = outs[0].shape(-1);
     const int64_t width = count_block_weights(format_, raw_bytes);

@@ -1,7 +1,6 @@
 #include "repack.hpp"
 
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -11,8 +10,6 @@
 namespace mlxrunner {
 
 namespace {
-
-struct ForPanel;
 
 // Moves the first four of eight 4-bit integers to the low nibbles of the four bytes.
 std::uint32_t split_nibbles(std::uint32_t word) {
@@ -35,13 +32,11 @@ template <class T, class F>
 void transpose_panel(const T* src, T* dst, std::int64_t rows, std::int64_t width, PanelOrder order,
                      bool undo, F convert) {
   const std::int64_t paired = order == PanelOrder::pairs ? width / 2 * 2 : 0;
-  T* buffer = reinterpret_cast<T*>(scratch<ForPanel>(static_cast<std::size_t>(rows * width)));
-  std::memcpy(buffer, src, static_cast<std::size_t>(rows * width) * sizeof(T));
   for (std::int64_t r = 0; r < rows; r++)
     for (std::int64_t k = 0; k < width; k++) {
       const std::int64_t row_major = r * width + k,
                          in_panel = k < paired ? (k / 2 * rows + r) * 2 + k % 2 : k * rows + r;
-      dst[undo ? row_major : in_panel] = convert(buffer[undo ? in_panel : row_major]);
+      dst[undo ? row_major : in_panel] = convert(src[undo ? in_panel : row_major]);
     }
 }
 
@@ -52,8 +47,7 @@ class RepackPrimitive : public CpuPrimitive {
 
   void eval_cpu(const std::vector<mx::array>& in, std::vector<mx::array>& outs) override {
     const mx::array& a = in[0];
-    if (a.is_donatable()) outs[0].copy_shared_buffer(a);
-    else allocate(outs[0]);
+    allocate_aligned(outs[0]);
     if (a.size() == 0) return;
     const std::int64_t outputs = a.shape(-2), width = a.shape(-1);
     const std::int64_t panels = (outputs + kPanelRows - 1) / kPanelRows;

@@ -207,3 +207,17 @@ def test_shared_functions_use_the_kernels_for_supported_types() -> None:
     assert halves.dtype == mx.bfloat16
     assert_close(router_logits(gate, weight.T.T), gate @ weight.T)
     assert_close(router_logits(gate, mx.contiguous(weight.T).T), gate @ weight.T)
+
+
+def test_panels_begin_at_a_cache_line() -> None:
+    raw = mx.zeros((OUT, 18 * WIDTH // 32), mx.uint8)  # blocks of Q4_0, type 2 of GGUF
+    panels = [
+        OPS.repack(draw_array(OUT, WIDTH)),
+        OPS.repack(draw_array(OUT, WIDTH).view(mx.uint16)),
+        OPS.repack(mx.zeros((OUT, WIDTH // 8), mx.uint32), 4),
+        OPS.repack_scales(mx.zeros((OUT, WIDTH // 64), mx.uint16)),
+        OPS.repack_blocks(raw, 2),
+    ]
+    for panel in panels:
+        mx.eval(panel)
+        assert np.asarray(panel).ctypes.data % 64 == 0
