@@ -420,7 +420,7 @@ def test_a_failed_load_ends_the_server(tiny_model: Path, monkeypatch: pytest.Mon
 def test_an_internal_error_at_startup_is_logged_and_ends_the_server(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise the exception of this task would be unnoticed until the server ends."""
+    """Otherwise, the exception of this task would not be noticed until the server ends."""
 
     async def fail(_: ModelRouter) -> None:
         raise RuntimeError("of all things")

@@ -302,9 +302,9 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-# line charts as SVG, without a background: the colours are readable on white and on black
+# line charts as SVG, without a background: the colors are readable on white and on black
 
-COLOURS = ("#2f7d4f", "#d08a1d", "#4f7fc4", "#a05bb0", "#808080")
+COLORS = ("#2f7d4f", "#d08a1d", "#4f7fc4", "#a05bb0", "#808080")
 INK = "#7a7f87"
 
 _COLUMNS, _PANEL_WIDTH, _PANEL_HEIGHT, _MARGIN, _HEAD = 2, 360, 220, 44, 56
@@ -323,11 +323,11 @@ class LinePanel:
 def draw_lines(title: str, panels: Sequence[LinePanel]) -> str:
     """Each panel has its own scale, which begins at 0."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    elements = [draw_text(0, 20, title, size=16, weight="bold"), *_draw_legend(colours)]
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+    elements = [draw_text(0, 20, title, size=16, weight="bold"), *_draw_legend(colors)]
     for index, panel in enumerate(panels):
         row, column = divmod(index, _COLUMNS)
-        elements += _draw_panel(panel, column * _PANEL_WIDTH, _HEAD + row * _PANEL_HEIGHT, colours)
+        elements += _draw_panel(panel, column * _PANEL_WIDTH, _HEAD + row * _PANEL_HEIGHT, colors)
     rows = -(-len(panels) // _COLUMNS)
     return draw_document(title, _COLUMNS * _PANEL_WIDTH, _HEAD + rows * _PANEL_HEIGHT, elements)
 
@@ -350,16 +350,16 @@ def draw_text(
     )
 
 
-def _draw_legend(colours: Mapping[str, str]) -> list[str]:
+def _draw_legend(colors: Mapping[str, str]) -> list[str]:
     elements: list[str] = []
-    for index, (name, colour) in enumerate(colours.items()):
+    for index, (name, color) in enumerate(colors.items()):
         x = index * _PANEL_WIDTH / 2
-        elements.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}"/>')
+        elements.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{color}"/>')
         elements.append(draw_text(x + 18, 41, name))
     return elements
 
 
-def _draw_panel(panel: LinePanel, left: float, top: float, colours: Mapping[str, str]) -> list[str]:
+def _draw_panel(panel: LinePanel, left: float, top: float, colors: Mapping[str, str]) -> list[str]:
     most = max((v for line in panel.lines.values() for v in line if v is not None), default=0.0)
     width, height = _PANEL_WIDTH - 2 * _MARGIN, _PANEL_HEIGHT - 2 * _MARGIN
     step = width / max(1, len(panel.labels) - 1)
@@ -382,9 +382,9 @@ def _draw_panel(panel: LinePanel, left: float, top: float, colours: Mapping[str,
         ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         elements.append(
-            f'<polyline points="{path}" fill="none" stroke="{colours[name]}" stroke-width="2"/>'
+            f'<polyline points="{path}" fill="none" stroke="{colors[name]}" stroke-width="2"/>'
         )
         elements += (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[name]}"/>' for x, y in points
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colors[name]}"/>' for x, y in points
         )
     return elements

@@ -42,8 +42,8 @@ def copy(source: str, destination: str) -> int:
 
 
 def _check_unused(names: list[str], models: dict[str, RemovableModel], settings: Settings) -> None:
-    """Raises AppError(INVALID) if the running server has loaded one of the models, or does not tell
-    whether it has."""
+    """Raises AppError(INVALID) if the running server has loaded one of the models, or does not
+    report whether it has."""
     # the address of a server with TLS, or on any free port, is unknown
     if settings.tls_cert is not None or settings.port == 0:
         return

@@ -323,8 +323,8 @@ def find_configured(settings: Settings, name: str) -> ModelSettings:
 
 def find_served_name(cards: Mapping[str, Mapping[str, Any]], selected: ModelSettings) -> str | None:
     """Returns the name under which the server serves a model; None if it does not. A folder, given
-    as any path, is served under its alias or under the name of the folder. A server tells only
-    administrators its folders; without them, the names decide."""
+    as any path, is served under its alias or under the name of the folder. Only
+    administrators see a server's folders; without them, the names decide."""
     equivalent, folder = find_equivalent(selected.name), _find_folder(selected.name)
     names = [selected.alias, selected.name, f"{selected.name}:latest"]
     names += [selected.name.removesuffix(":latest")]

@@ -131,7 +131,7 @@ class CommandLineParser(argparse.ArgumentParser):
             )
 
     def _explain(self, message: str) -> str:
-        """Rewrites argparse's messages that do not tell what to do."""
+        """Rewrites argparse's messages that do not say what to do."""
         if match := re.fullmatch(r"(-\S+): expected (?:one|at least one) argument", message):
             flag = match[1].partition("/")[0]
             metavar = self._option_string_actions[flag].metavar

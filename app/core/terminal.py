@@ -1,8 +1,8 @@
-"""What a terminal can show: colour, a line that is rewritten, its width.
+"""What a terminal can show: color, a line that is rewritten, its width.
 
 Knows: the environment variables and escape sequences of terminals. Must not know: what is shown.
 
-Colour follows https://no-color.org and https://force-color.org, with Python's own precedence
+Color follows https://no-color.org and https://force-color.org, with Python's own precedence
 (PYTHON_COLORS aside): NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
 """
 
@@ -37,7 +37,7 @@ _BAR_WIDTH = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTerminal:
-    """is_terminal: whether a person reads it. has_color: whether it shows colour. can_rewrite:
+    """is_terminal: whether a person reads it. has_color: whether it shows color. can_rewrite:
     whether a line that was written can be erased."""
 
     is_terminal: bool = False
@@ -45,7 +45,7 @@ class OutputTerminal:
     can_rewrite: bool = False
 
     def paint(self, text: str, color: Color) -> str:
-        """Returns the text in a colour, or unchanged without colour. text: without escape
+        """Returns the text in a color, or unchanged without color. text: without escape
         sequences."""
         return f"\x1b[{_CODES[color]}m{text}\x1b[0m" if self.has_color and text else text
 

@@ -374,7 +374,7 @@ class Connection(HookedH11Protocol, asyncio.BufferedProtocol):
 
     def _keeps_sending(self) -> bool:
         """Returns whether the client has sent enough since the last call, or since the start of the
-        phase, to go on with discarding."""
+        phase, to continue discarding."""
         received = self._discarded_bytes - self._discarded_before
         self._discarded_before = self._discarded_bytes
         in_time = self.loop.time() < self._discard_deadline and not self._shutting_down

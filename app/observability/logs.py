@@ -1,5 +1,5 @@
 """The server's log: plain text or one JSON object per line, written by a separate thread. On a
-terminal, the lines are shorter, in colour, and a status line follows them:
+terminal, the lines are shorter, in color, and a status line follows them:
 
     12:03:44 chat builtin 200 12→22 tok 539 tok/s 60 ms
     12:03:45 chat 404 model_not_found: … 1 ms req_…
@@ -233,7 +233,7 @@ def _make_handler() -> logging.Handler:
 
 class HumanFormatter(logging.Formatter):
     """Formats lines as `time level logger [request]: message`. Tracebacks follow on indented lines,
-    so that only the first line of a record begins with a time. terminal: colours the level if
+    so that only the first line of a record begins with a time. terminal: colors the level if
     FORCE_COLOR is set."""
 
     def __init__(self, terminal: OutputTerminal | None = None) -> None:

@@ -175,7 +175,7 @@ def _render_prefill(prefill: _Prefill, now: float) -> str:
 def render_banner(
     states: Sequence[ModelState], address: BannerAddress, terminal: OutputTerminal
 ) -> str:
-    """Renders the lines that tell where the server is, what it serves and what to try next."""
+    """Renders the address of the server, its models, and commands to try next."""
     loaded = [state for state in states if state.phase == "ready"]
     first = (loaded or list(states))[0]
     rows = [

@@ -22,7 +22,7 @@ from msgspec.msgpack import Decoder, Encoder
 T = TypeVar("T")
 
 # The maximum size of a message in bytes. A prompt of ten million tokens takes 50 MB. A larger
-# length is the sign of a broken peer.
+# length means that the peer is broken.
 MAX_MESSAGE_BYTES = 1 << 28
 
 _HEADER_BYTES = 4

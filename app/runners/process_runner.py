@@ -375,7 +375,7 @@ class ProcessRunner:
                 if not gone.done():
                     self._fail_disconnected(name, process.last_output)
             process_exit = await gone
-            # Read the last events before the failure is reported, because they tell which jobs the
+            # Read the last events before the failure is reported, because they show which jobs the
             # process had received.
             await asyncio.wait({channel.closed}, timeout=_EXIT_TIMEOUT)
             self._report_exit(name, process_exit)

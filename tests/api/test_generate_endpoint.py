@@ -44,7 +44,7 @@ JSONL = (LINES, {"prompt": "hi", "options": {}})
 REQUESTS = [BODY, STREAM, JSONL, ("/v1/completions", {"model": "fake/model", "prompt": "x"})]
 
 
-# the behaviour of a client
+# the behavior of a client
 Act = Callable[[Conversation, FakeGenerate], Coroutine[Any, Any, None]]
 
 

@@ -16,7 +16,7 @@ BOUNDS = {
     "built-in": (1e-4, True),
     "tiny llama-plain": (1e-4, True),
     "tiny glm4_moe_lite-plain": (1e-4, False),
-    # a delta rule, which normalises keys to length one however short they are
+    # a delta rule, which normalizes keys to length one however short they are
     "tiny qwen3_next-plain": (1e-3, False),
     "tiny qwen3_5-seeing": (1e-3, False),
 }

@@ -1,7 +1,7 @@
 """A real server for real clients, and the interpreters of the clients.
 
 `make clients` installs the clients: .venv-clients, .venv-anthropic0 and examples/node/node_modules.
-Tests without their client are skipped and tell how to install it.
+Tests without their client are skipped, with a message that says how to install it.
 """
 
 import os

@@ -182,7 +182,7 @@ def with_port(port: int | str, *arguments: str) -> tuple[str, ...]:
 
 
 def with_thread(port: int, *arguments: str) -> tuple[str, ...]:
-    """Of a command that starts a server."""
+    """Returns the arguments of a command that starts a server."""
     return with_port(port, "--runner", "thread", *arguments)
 
 

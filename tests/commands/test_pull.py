@@ -183,7 +183,7 @@ def test_ctrl_c_ends_a_download_and_keeps_the_partial_file(
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "pull", "org/tiny"],
         cwd=ROOT,
-        # so that the download neither goes on nor begins again
+        # so that the download neither continues nor starts again
         env={**environment, "HF_HUB_DOWNLOAD_TIMEOUT": f"{TIMEOUT:.0f}"},
         stderr=subprocess.PIPE,
         text=True,

@@ -49,7 +49,7 @@ class ThreadServer:
 
     @property
     def arguments(self) -> tuple[str, str]:
-        """Of a command that uses this server."""
+        """The arguments of a command that uses this server."""
         return "--port", self.port
 
     @property

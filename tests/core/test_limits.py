@@ -409,7 +409,7 @@ def test_only_the_first_error_interrupts_a_stream():
 
 @pytest.mark.parametrize("order", ["cancelled", "cancelled, aborted", "aborted, cancelled"])
 def test_a_cancellation_by_others_stays_a_cancellation(order: str):
-    """Also when the stream is interrupted in the same turn of the event loop."""
+    """This holds even if the stream is interrupted in the same turn of the event loop."""
 
     async def run() -> None:
         generate = FakeGenerate([FOREVER])

@@ -277,7 +277,7 @@ def _assert_near(a: Sequence[Token], b: Sequence[Token], near: float) -> None:
 
 
 def _logprobs(tokens: Sequence[Token]) -> list[float]:
-    """Of each token its own logprob, then those of the top candidates."""
+    """For each token: its own logprob, then those of the top candidates."""
     values = list[float]()
     for token in tokens:
         assert token.logprob is not None

@@ -1,4 +1,4 @@
-"""The queue of embedding jobs, and pooling and normalisation, against the definitions of the
+"""The queue of embedding jobs, and pooling and normalization, against the definitions of the
 papers."""
 
 import math
@@ -70,7 +70,7 @@ def test_padding_may_hold_any_value() -> None:
 
 
 @pytest.mark.parametrize("dimensions", [None, 5, 3, 1])
-def test_a_vector_is_truncated_before_it_is_normalised(dimensions: int | None) -> None:
+def test_a_vector_is_truncated_before_it_is_normalized(dimensions: int | None) -> None:
     [vector] = vectors_to_bytes(normalize(mx.array(HIDDEN[0, :1]), [dimensions]), [dimensions])
     expected = HIDDEN[0, 0, :dimensions]
     np.testing.assert_allclose(numbers(vector), expected / np.linalg.norm(expected), atol=1e-6)

@@ -245,7 +245,7 @@ def footprint(model: Model, positions: int) -> int:
 
 
 def test_a_sequence_reclaims_borrowed_memory_and_the_input_restarts() -> None:
-    """The stream's caches grow at 512 positions; the long input holds the memory for that."""
+    """The stream's caches grow at 512 positions, but the long input uses the memory for that."""
     inner = tiny_model()
     model = RecordingModel(inner)
     loop = make_loop(

@@ -31,7 +31,7 @@ def prompt(number: int, length: int) -> list[int]:
 
 
 def run(simulation: Simulation, prompts: Sequence[Sequence[int]], tokens: int = 2) -> None:
-    """Runs the prompts, as many at a time as may run."""
+    """Runs the prompts, as many at a time as the engine admits."""
     for number, ids in enumerate(prompts):
         options = {"top_logprobs": None, "stop_token_ids": frozenset[int]()}
         simulation.loop.submit(job(f"job-{number}", ids, max_tokens=tokens, **options))

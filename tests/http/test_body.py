@@ -72,7 +72,7 @@ def feed_in_parts(text: bytes, *cuts: int) -> FieldCounter:
 def test_fields_are_counted_outside_of_strings(
     value: Any, data: st.DataObject, ascii: bool, indent: int | None
 ):
-    # a string that is counted as fields until strings are detected
+    # its brackets would exceed the limit if strings were not detected
     long = "{" * (MAX_FIELDS + 1)
     text = json.dumps([value, long, value], ensure_ascii=ascii, indent=indent).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))

@@ -87,7 +87,7 @@ def _describe_cache(cache: LayerCache) -> str:
 
 
 def group_by_cache(cases: Sequence[Case]) -> dict[str, list[Case]]:
-    """The cases of each kind of cache. The first one of each kind stands for all."""
+    """The cases of each kind of cache. The first one of each kind represents all."""
     groups: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         groups[find_cache_kind(build_untrained(case))].append(case)

@@ -33,7 +33,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
 }
 
-# largest accepted difference of a logit. It is larger for the delta rule, which normalises keys to
+# largest accepted difference of a logit. It is larger for the delta rule, which normalizes keys to
 # length one however short they are: with it, a change of 1e-7 in the weights of norms changes the
 # logits of tiny models by 1e-4
 TOLERANCE, TOLERANCE_OF_DELTAS = 1e-4, 5e-4
@@ -48,7 +48,7 @@ def save_reference(case: Case, folder: Path, *, kind: str | None = None, seed: i
     """Save a random model of mlx-lm's class into `folder` with mlx-lm, and return the model."""
     config = cast(dict[str, Any], json.loads(json.dumps(case.config)))
     model_class, args_class = utils._get_classes(config)
-    # `draw_weights` adds to the vectors that the class initialises, some of them at random
+    # `draw_weights` adds to the vectors that the class initializes, some of them at random
     mx.random.seed(seed)
     model: Any = model_class(args_class.from_dict(config))
     draw_weights(model, seed)

@@ -104,20 +104,20 @@ def test_half_precision_inputs_give_half_precision_outputs() -> None:
     assert experts(x.astype(mx.bfloat16), chosen, shares).dtype == mx.bfloat16
 
 
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 def test_a_sparse_mlp_is_the_sum_of_the_top_experts_and_the_shared_one(
-    normalised: bool,
+    normalized: bool,
 ) -> None:
     mlp = randomize(
         SparseMoeBlock(
-            HIDDEN, INNER, EXPERTS, top_k=CHOSEN, norm_topk_prob=normalised, shared_width=INNER
+            HIDDEN, INNER, EXPERTS, top_k=CHOSEN, norm_topk_prob=normalized, shared_width=INNER
         )
     )
     x, _, _ = draw_routing(4)
     scores = np.array(mx.softmax(mlp.gate(x), axis=-1))
     best = np.argsort(scores, axis=-1)[..., -CHOSEN:]
     shares = np.take_along_axis(scores, best, axis=-1)
-    if normalised:
+    if normalized:
         shares = shares / shares.sum(axis=-1, keepdims=True)
     routed_part = mlp.switch_mlp(x, mx.array(best.astype(np.uint32)), mx.array(shares))
     shared_part = mx.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x)

@@ -1,4 +1,4 @@
-"""The OLMo 2 architecture: norms after each half, queries and keys normalised across heads."""
+"""The OLMo 2 architecture: norms after each half, queries and keys normalized across heads."""
 
 from pathlib import Path
 

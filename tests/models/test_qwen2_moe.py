@@ -43,7 +43,7 @@ def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> N
     )
 
 
-def test_dense_layers_normalised_shares_and_a_tied_head_are_supported() -> None:
+def test_dense_layers_normalized_shares_and_a_tied_head_are_supported() -> None:
     """mlx-lm 0.32 does not read these keys."""
     config = {**CONFIG, "mlp_only_layers": [0], "norm_topk_prob": True, "tie_word_embeddings": True}
     model: Any = qwen2_moe.Model(qwen2_moe.Config.from_dict(config))

@@ -44,7 +44,7 @@ COLUMNS = {
 }
 LENGTH = 23
 # The table shows the median of this number of draws. In some draws, the output of a gated delta net
-# is almost zero at a few positions before it is normalised: there, prefill and decode of
+# is almost zero at a few positions before it is normalized: there, prefill and decode of
 # transformers differ by 1e-4, and so do its logits if the last bit of each weight changes.
 DRAWS = 3
 MOST = 20_000_000

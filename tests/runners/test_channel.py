@@ -154,7 +154,7 @@ def test_closing_a_paused_channel_ends_the_pause_and_all_waits():
 
 
 def test_the_last_messages_of_a_peer_are_read_after_a_failed_write():
-    """A process crashes while its parent sends a job: its last events tell which jobs it had."""
+    """A process crashes while its parent sends a job: its last events show which jobs it had."""
 
     async def body(ends: Ends) -> None:
         right = ends.open_right()

@@ -71,8 +71,8 @@ def test_only_the_latest_records_are_kept():
 
 
 def test_crashes_of_unknown_cause_weigh_less_than_faults():
-    """Two SIGKILLs of an operator caused the refusal of an innocent prompt. The OOM killer sends
-    the same signal, so such a crash is counted, too."""
+    """After two SIGKILLs of an operator, a prompt that had not caused them was refused. The OOM
+    killer sends the same signal, so such a crash is counted, too."""
     records = CrashRecords(Clock())
     for _ in range(5):
         records.add_crash([job("x", 1)], weight=CRASH_WEIGHTS["unknown"])

@@ -1,4 +1,4 @@
-"""The behaviour of Ollama's scheduler, one fact per test, and our deliberate differences.
+"""The behavior of Ollama's scheduler, one fact per test, and our deliberate differences.
 
 Facts: ollama/ollama, `server/sched.go` and `x/mlxrunner/client.go`, read at 2026-08-21. Each test
 states the fact first; "mlxrunner:" introduces a difference, for the reason in

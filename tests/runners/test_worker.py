@@ -61,7 +61,7 @@ def test_the_engine_waits_while_the_parent_does_not_read(
         assert unsent < 12_000
         time.sleep(0.2)
         assert (len(worker._channel._unsent), worker._stats.steps) == (unsent, last)
-        while steps <= last:  # the engine goes on, and nothing is lost
+        while steps <= last:  # the engine continues, and nothing is lost
             read(parent)
         wait_until(lambda: not worker._parent_reads.is_set())
     # the end of the channel ends the wait, or the engine would not have stopped

@@ -18,7 +18,7 @@ TAGGED_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo N\n</parameter>\n</function>\n"
     "</tool_call>"
 )
-# what each model generates; where the prompt opens the reasoning, the output goes on in it
+# what each model generates; where the prompt opens the reasoning, the output continues it
 OUTPUTS = {
     "Qwen-Qwen2.5-7B-Instruct.jinja": "I look.\n" + JSON_CALL,
     "Qwen-Qwen3-0.6B.jinja": "<think>\nThought N.\n</think>\n\n" + JSON_CALL,

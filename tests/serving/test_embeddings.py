@@ -375,7 +375,7 @@ def test_a_model_without_scores_is_no_reranker(tmp_path: Path):
 
 
 def test_a_qwen3_reranker_compares_the_logits_of_yes_and_no(tmp_path: Path):
-    """Of a random model, so only the definition is tested: sigmoid(yes - no) after the prompt."""
+    """The model has random weights, so this tests only the definition: sigmoid(yes - no)."""
     folder = tiny.write(
         tmp_path / "tiny-reranker", model_type="qwen3", head_dim=16, vocab_size=tiny.VOCAB + 2
     )

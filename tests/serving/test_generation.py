@@ -584,7 +584,7 @@ TRIMS = (
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_the_next_prompt_has_the_bytes_that_were_generated(files: ModelFiles, reason: str) -> None:
-    """Only of a turn that the model ended itself: the rest of another is in no cache."""
+    """This holds only for a turn that the model ended itself; other ends are not cached."""
     runner = FakeRunner("\n seven \n", reason=reason)
     generation = Generation(replace(files, chat_template=TRIMS), runner, PLAIN)
     user, answer = Message(role="user", content="hi"), Message(role="assistant", content="seven")

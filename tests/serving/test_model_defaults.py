@@ -195,6 +195,6 @@ def test_an_installed_model_keeps_its_defaults_after_a_scan(
         assert cards.keys() == {"builtin", "mine", "other"}
         assert cards["mine"]["context_length"] == 300
         assert client.post("/api/show", model="mine")["system"] == "Rhyme."
-        # the defaults of a model that was deleted do no harm
+        # the defaults of a deleted model have no effect
         httpx.request("DELETE", f"{server.url}/api/delete", json={"model": "mine"}, timeout=TIMEOUT)
         assert client.ask("m")["status"] == 404

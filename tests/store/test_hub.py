@@ -187,7 +187,7 @@ def test_a_missing_revision_is_named(hub: StandIn, commit: str) -> None:
 
 
 def test_an_unreachable_hub_is_a_one_line_error() -> None:
-    """The reason was the number of a system error, with the advice to try again."""
+    """The message was only an error number of the system, with the advice to try again."""
     message = complaint(pull)
     assert message == (
         "org/tiny could not be downloaded: http://127.0.0.1:9 cannot be reached (Connection "

@@ -245,7 +245,7 @@ def real_files(shared) -> Callable[[str], ModelFiles]:
     ],
 )
 def builders(request: pytest.FixtureRequest, shared: Path) -> dict[str, PromptBuilder]:
-    """Of every third or every real template, by the name of its file."""
+    """The prompt builders of every third or every real template, by file name."""
     sources = list(templates(shared).items())[:: request.param]
     return {
         name: make_prompt_builder(source)

@@ -1,4 +1,4 @@
-"""Chat families: the family of a template, and common behaviour."""
+"""Chat families: the family of a template, and common behavior."""
 
 import pkgutil
 from pathlib import Path

@@ -114,7 +114,7 @@ def test_markers_that_look_like_special_tokens_are_hidden_with_any_tokenizer(mod
 
 
 def test_a_marker_that_is_ordinary_text_stays_in_the_text() -> None:
-    """Of a model whose tokenizer has no such token, for example to explain the syntax."""
+    """The tokenizer has no such token, and the model explains the syntax, for example."""
     family = load_family("hermes")
     text = "Write <tool_call> and <think> in a regex."
     assert join_content(check_text(family, text, tools=TOOLS, tags=find_tags(family))) == text

@@ -79,7 +79,7 @@ def test_a_system_message_after_an_assistant_message_begins_the_next_user_messag
 
 
 def test_a_system_message_after_the_last_assistant_message_becomes_a_user_message() -> None:
-    """Also if another answer follows: the next turn must not move it."""
+    """It stays there if another answer follows: the next turn must not move it."""
     begun = [("user", "A"), ("assistant", "B"), ("user", "C")]
     assert fold_texts(user("A"), answer("B"), system("C")) == begun
     more = fold_texts(user("A"), answer("B"), system("C"), answer("D"), user("E"))

@@ -234,7 +234,7 @@ def test_each_prompt_of_a_tool_loop_begins_with_the_one_before(
 def test_text_beside_results_keeps_the_reasoning_of_the_loop(
     builders: dict[str, PromptBuilder],
 ) -> None:
-    """As many thoughts as without that text, wherever the template keeps any."""
+    """A template that keeps reasoning keeps as much of it as without that text."""
     keeping = 0
     for name, builder in builders.items():
         messages = next(messages for messages, _ in agent_session(2))

@@ -1,8 +1,8 @@
 """The request bodies of /v1/messages and /v1/messages/count_tokens: their fields, messages, content
 blocks and tools.
 
-Knows: every field that Anthropic documents, with its betas. Must not know: which roles may use a
-block, how blocks and tools are converted.
+Knows: every field that Anthropic documents, including beta features. Must not know: which roles may
+use a block, how blocks and tools are converted.
 
 Format: Anthropic's API reference, "Create a Message" and "Count tokens in a Message".
 """

@@ -142,7 +142,7 @@ def write_manifest_file(name: OllamaName, content: bytes) -> None:
             publish(file, temporary, path)
     except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         raise AppError(
-            ErrorKind.INVALID, f"{name} cannot be stored: another name is in its way"
+            ErrorKind.INVALID, f"{name} cannot be stored: it conflicts with another name"
         ) from error
 
 

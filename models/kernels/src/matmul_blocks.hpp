@@ -93,7 +93,7 @@ inline void expand_scales(const BlockFormat& f, const char* chunk, i64 numbers, 
     store_sub(scales + i, scale);
     store_sub(biases + i, bias);
   };
-  // calls function(d, i) with d of rows, and with the index of each scale of these rows
+  // calls function(d, i): d are the scales of kWordRows rows, i is the index of each of their parts
   const auto for_rows_of_d = [&](auto function) {
     for (i64 n = 0; n < kPanelRows; n += kWordRows) {
       const SubVector d = load_sub(supers + n, false);

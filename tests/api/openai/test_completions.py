@@ -98,7 +98,7 @@ def test_candidates_are_ranked_per_prompt_and_renumbered():
 
 
 def test_the_echoed_prompt_is_ignored_when_candidates_are_ranked():
-    """Otherwise an unlikely prompt would favour the longest answer."""
+    """Otherwise an unlikely prompt would favor the longest answer."""
     usage = Usage(prompt_tokens=2, completion_tokens=0, cached_tokens=0)
     end = Finish(reason="stop", usage=usage, timings=finish().timings)
 

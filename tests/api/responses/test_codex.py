@@ -131,7 +131,7 @@ def test_the_second_turn_gives_the_model_its_own_turn_again(recorded: Any, kept:
 
 
 def test_reasoning_that_another_server_encrypted_has_no_effect(recorded: Any):
-    """A session that began at OpenAI and goes on here."""
+    """A session that began at OpenAI continues here."""
     opaque = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAAB"}
     generate, plain = FakeGenerate(), FakeGenerate()
     post(generate, recorded | {"input": [*recorded["input"][:-1], opaque, recorded["input"][-1]]})

@@ -1,7 +1,7 @@
 """The client programs, and a server with a scripted engine for them.
 
 `make clients` installs the programs: tests/clients/programs/node_modules and .venv-aider. Tests
-without their program are skipped and tell how to install it.
+without their program are skipped, with a message that says how to install it.
 """
 
 import contextlib

@@ -88,7 +88,7 @@ CASES = [
     Case(
         name="claude",
         user_file=(".claude/settings.json", "{}\n"),
-        # the model cannot see the picture, and goes on
+        # the model cannot see the picture, and continues
         calls=lambda work: [
             [call("Read", file_path=str(work / "notes.txt"))],
             [

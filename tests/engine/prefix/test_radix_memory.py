@@ -209,7 +209,7 @@ def _end_of_a_leaf(cache: Cache) -> Callable[[], object]:
 
 
 def _discard_below_an_idle_store(cache: Cache) -> Callable[[], object]:
-    """Of the idle store, only the part up to the checkpoint remains useful."""
+    """Only the part of the idle store up to the checkpoint remains useful."""
     evaluate(cache, [1, 2, 3, 4, 5, 6, 7, 8], turn_ends=[2])
     lease = begin(cache, [1, 2, 3, 4, 9, 9])
     feed(lease, [1, 2, 3, 4, 9, 9][lease.cached :])

@@ -108,7 +108,7 @@ class TestKernelLayersComputeTheSame:
 
 
 def test_sorting_rows_by_experts_changes_no_bits() -> None:
-    """Sorting is an optimisation for MLX's products; the kernels group rows themselves."""
+    """Sorting is an optimization for MLX's products; the kernels group rows themselves."""
     model = nn.Sequential(Experts(WIDTH, 32, STACK))
     for projection in ("gate_proj", "up_proj", "down_proj"):
         randomize(model.layers[0][projection])

@@ -79,7 +79,7 @@ def test_nan_stays_in_its_row():
     assert np.isfinite(out[[0, 2]]).all()
 
 
-def test_zero_rows_and_empty_arrays_can_be_normalised():
+def test_zero_rows_and_empty_arrays_can_be_normalized():
     assert (np.array(OPS.rms_norm(mx.zeros((2, 20)), None, 1e-5)) == 0).all()
     assert OPS.rms_norm(mx.zeros((0, 20)), None, 1e-5).shape == (0, 20)
 

@@ -129,7 +129,7 @@ def sanitized_program(tmp_path_factory) -> Path:
     flag = "-fsanitize=address,undefined"
     if not supports_flag(COMPILER, folder, flag):
         pytest.skip(f"the compiler does not support {flag}")
-    # without optimisation, which takes four times as long to compile and removes unused reads
+    # without optimization, which takes four times as long to compile and removes unused reads
     flags = [flag, "-fno-sanitize-recover=all", "-O0"]
     return compile_program(COMPILER, folder, flags, kernels(NATIVE))
 

@@ -75,7 +75,7 @@ def test_patches_are_in_block_order_with_their_channels_first():
 @pytest.mark.parametrize("patch", [2, 3, 16])
 @pytest.mark.parametrize("frames", [None, 2, 3])
 def test_a_patch_weight_is_accepted_in_both_layouts(patch: int, frames: int | None):
-    """Also if sizes coincide: a patch of three pixels, three frames."""
+    """Sizes may coincide: a patch of three pixels, three frames."""
     shape = (5, 3, *([frames] if frames else []), patch, patch)
     weight = mx.random.normal(shape)
     expected = (weight if frames is None else weight.sum(axis=2)).reshape(5, -1)

@@ -84,6 +84,6 @@ def test_grammar_output_is_parsed_as_valid_calls():
 def test_the_grammar_accepts_template_output(shared):
     rows = roundtrip(shared, TEMPLATE)
     walk = Walk(FAMILY, rows[0].tools)
-    # the template goes on with the next turn
+    # the template continues with the next turn
     outputs = (row.output.partition("<|END_OF_TURN_TOKEN|>")[0] for row in rows)
     assert all(map(walk.accepts, outputs))

@@ -1,5 +1,5 @@
-// The answers that this tab is receiving, one per conversation at most. They go on when another
-// conversation is opened, and are stored while they grow.
+// The answers that this tab is receiving, one per conversation at most. They continue when
+// another conversation is opened, and are stored while they grow.
 
 import { streamAnswer } from "./answer.js";
 import { putMessages } from "./conversation.js";

@@ -63,7 +63,7 @@ async function copyText(text) {
   return copied;
 }
 
-// A hidden tab gets no frames, but its answers go on.
+// A hidden tab gets no frames, but it still receives its answers.
 const FRAME_MS = 16;
 
 /** Returns a function that calls `draw` at most once per frame, and for at most a quarter of the time: a

@@ -1,4 +1,4 @@
-// Colours code with highlight.js, in a worker that ends when it takes too long: some patterns of its
+// Colors code with highlight.js, in a worker that ends when it takes too long: some patterns of its
 // grammars need quadratic time.
 
 const LIMIT_MS = 2000;
@@ -8,7 +8,7 @@ let worker = null;
 let timer = 0;
 let queue = []; // [{code, language, text}]; the first one is with the worker
 
-/** Colours a <code> element with data-language, once it can. The text stays the same. */
+/** Colors a <code> element with data-language, once it can. The text stays the same. */
 export function highlightCode(code) {
   const { language } = code.dataset;
   const text = code.textContent;

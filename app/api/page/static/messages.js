@@ -158,7 +158,7 @@ export class MessageView {
   }
 }
 
-/** Whether an answer was cut off within its text, so that the model can go on. */
+/** Whether an answer was cut off within its text, so that the model can continue it. */
 function canContinue(message) {
   const isCut = ["length", "stopped"].includes(message.finish) || message.error || isIncomplete(message);
   return Boolean(isCut && message.content && !message.calls?.length);

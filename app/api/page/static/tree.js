@@ -1,5 +1,5 @@
 // The drawing of a prefix tree. Each bar is a part of cached prompts: its width is its length in
-// tokens, its height the number of prompts that share it, its colour its age. The server sends no
+// tokens, its height the number of prompts that share it, its color its age. The server sends no
 // text and no token IDs.
 
 import { h, svg } from "./dom.js";
