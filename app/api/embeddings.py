@@ -26,7 +26,7 @@ from app.api.fields import (
     invalid_request,
     quote_value,
 )
-from app.api.generate_endpoint import resolve_requested
+from app.api.generate_endpoint import read_request
 from app.api.openai.request import get_keep_alive
 from app.api.schema.decode import decode_json, require
 from app.api.schema.embeddings import (
@@ -35,10 +35,11 @@ from app.api.schema.embeddings import (
     EmbeddingBody,
     NativeEmbeddingBody,
 )
-from app.core.ports import Generate, Models
+from app.core.ports import Generate, Models, ResolvedModel
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest
 from app.core.sampling_params import INT32_MAX
 from app.core.settings import Settings
+from app.core.thread_pools import ThreadPools
 from app.http.auth import get_caller, is_admin
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject
@@ -66,6 +67,7 @@ class HasEmbedRequest(Protocol):
 
 
 Parsed = TypeVar("Parsed", bound=HasEmbedRequest)
+Rendered = TypeVar("Rendered")
 
 
 def routes(
@@ -99,19 +101,31 @@ class EmbedEndpoint(Generic[Parsed]):
         async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, parsed = await body.read(
-                    partial(resolve_requested, self._models),
-                    lambda data, model: (model, self._parse(data, model.card.id)),
+                model, parsed = await read_request(
+                    body, self._models, lambda data, card: self._parse(data, card.id)
                 )
-                request = replace(parsed.request, caller=get_caller(scope), admin=is_admin(scope))
-                found = await self._generate.embed(request, model)
-                size = sum(map(len, found.vectors))
-                reply = await self._bodies.workers.run(
-                    partial(self._render, parsed, found), size=size
-                )
+                render = partial(self._render, parsed)
+                workers = self._bodies.workers
+                reply = await embed(parsed.request, model, self._generate, workers, scope, render)
                 await send_json(reply, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)
+
+
+async def embed(
+    request: EmbedRequest,
+    model: ResolvedModel,
+    generate: Generate,
+    workers: ThreadPools,
+    scope: Scope,
+    render: Callable[[Embeddings], Rendered],
+) -> Rendered:
+    """Computes embeddings for the caller of a request, and renders them on a thread. Raises
+    AppError."""
+    request = replace(request, caller=get_caller(scope), admin=is_admin(scope))
+    embeddings = await generate.embed(request, model)
+    size = sum(map(len, embeddings.vectors))
+    return await workers.run(partial(render, embeddings), size=size)
 
 
 def parse_embeddings(data: bytes | bytearray, model: str) -> ParsedEmbedRequest:
@@ -143,7 +157,7 @@ def _build_request(body: EmbeddingBody, model: str) -> ParsedEmbedRequest:
 def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> JsonObject:
     """Builds the response body. Each embedding is encoded to JSON separately, so that the GIL is
     released between embeddings."""
-    write = _as_base64 if parsed.encoding == "base64" else _as_floats
+    write = _as_base64 if parsed.encoding == "base64" else encode_vector
     return {
         "object": "list",
         "data": [
@@ -161,7 +175,7 @@ def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> Jso
 def render_native_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> object:
     """Builds llama.cpp's response body. Each input has a list of vectors, and with pooling one."""
     return [
-        {"index": index, "embedding": [_as_floats(vector)]}
+        {"index": index, "embedding": [encode_vector(vector)]}
         for index, vector in enumerate(embeddings.vectors)
     ]
 
@@ -170,7 +184,8 @@ def _as_base64(vector: bytes) -> str:
     return base64.b64encode(vector).decode()
 
 
-def _as_floats(vector: bytes) -> orjson.Fragment:
+def encode_vector(vector: bytes) -> orjson.Fragment:
+    """Returns the JSON array of an embedding in float32."""
     numbers = array("f")
     numbers.frombytes(vector)
     return orjson.Fragment(orjson.dumps(numbers.tolist()))

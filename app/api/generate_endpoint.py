@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Protocol, TypeVar, assert_never
 
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +25,7 @@ from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
-from app.http.body import RequestBodies
+from app.http.body import Body, RequestBodies
 from app.http.responses import JsonObject
 from app.http.streaming import (
     KEEP_ALIVE_COMMENT,
@@ -54,6 +54,7 @@ _EVENT_BYTES, _LOGPROB_BYTES = 32, 512
 # The Retry-After value in seconds if loading the model exceeds `load_wait`.
 _LOADING_RETRY_AFTER = 10
 
+Result = TypeVar("Result")
 
 Progress = PrefillProgress | ModelLoading
 
@@ -138,12 +139,14 @@ class JsonBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A parsed request body: the request and the format of its response. complete: adds what can
-    only be computed with the model; None if nothing is missing."""
+    """A parsed request body: the request and the format of its response."""
 
     request: GenerateRequest
     reply: EventStream | JsonLines | JsonBody
-    complete: "Callable[[ResolvedModel], Awaitable[ParsedRequest]] | None" = None
+
+
+# What a body is parsed to if its request depends on the tokens of its prompt.
+UnfinishedRequest = Callable[[ResolvedModel], Awaitable[ParsedRequest]]
 
 
 async def resolve_requested(models: Models, name: str | None) -> ResolvedModel:
@@ -156,11 +159,21 @@ async def resolve_requested(models: Models, name: str | None) -> ResolvedModel:
     return await models.resolve(name)
 
 
+async def read_request(
+    body: Body, models: Models, parse: Callable[[bytearray, ModelCard], Result]
+) -> tuple[ResolvedModel, Result]:
+    """Returns the model that a body names, and the parsed body. Raises the errors of
+    `resolve_requested` and of `parse`."""
+    return await body.read(
+        partial(resolve_requested, models), lambda data, model: parse(data, model.card)
+    )
+
+
 class GenerateEndpoint:
     """An ASGI application for one POST route that generates output.
 
-    parse: builds the request from the bytes of the body, the caller's name and the model. It raises
-    AppError for an invalid request.
+    parse: builds the request from the bytes of the body, the caller's name and the model, or
+    returns a function that builds it. It raises AppError for an invalid request.
 
     An AppError raised before the first byte of the response determines the HTTP status code. A
     later AppError is written to the stream.
@@ -168,7 +181,7 @@ class GenerateEndpoint:
 
     def __init__(
         self,
-        parse: Callable[[bytearray, str, ModelCard], ParsedRequest],
+        parse: Callable[[bytearray, str, ModelCard], ParsedRequest | UnfinishedRequest],
         generate: Generate,
         models: Models,
         settings: Settings,
@@ -183,12 +196,11 @@ class GenerateEndpoint:
         async with self._bodies.receive_json(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, parsed = await body.read(
-                    partial(resolve_requested, self._models),
-                    lambda data, model: (model, self._parse(data, body.caller, model.card)),
+                model, parsed = await read_request(
+                    body, self._models, lambda data, card: self._parse(data, body.caller, card)
                 )
-                if parsed.complete is not None:
-                    parsed = await parsed.complete(model)
+                if not isinstance(parsed, ParsedRequest):
+                    parsed = await parsed(model)
                 await self._responder.respond(model, parsed, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)

@@ -89,11 +89,11 @@ class _TokenizationApi:
             )
 
     async def _tokenize_json(self, request: Request) -> Response:
-        def read(data: bytearray, model: ResolvedModel) -> tuple[ResolvedModel, TokenizeRequest]:
-            return model, parse_tokenize(data, model.card.id)
-
         async with self._bodies.receive_json(request.scope, request.receive) as body:
-            model, parsed = await body.read(partial(self._find_model, request), read)
+            model, parsed = await body.read(
+                partial(self._find_model, request),
+                lambda data, model: parse_tokenize(data, model.card.id),
+            )
             if parsed.request is not None:
                 ids = await self._models.tokenize_chat(model, parsed.request)
             else:
@@ -112,7 +112,7 @@ class _TokenizationApi:
         async with self._bodies.receive_json(request.scope, request.receive) as body:
             model, ids = await body.read(
                 partial(self._find_model, request),
-                lambda data, model: (model, parse_detokenize(data)),
+                lambda data, _: parse_detokenize(data),
             )
             text = await self._models.detokenize(model, ids)
             # the first name is used by llama.cpp and Ollama, the second by vLLM

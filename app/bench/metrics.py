@@ -13,12 +13,6 @@ from dataclasses import dataclass, field
 
 from app.bench.client import RequestRecord
 
-# the latencies that are reported, in the order of a report
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
-
-# those that a service level objective can limit
-GOODPUT_LATENCIES = ("ttft", "tpot", "e2el")
-
 _MS = 1000
 
 # the values of metrics by name; None if there was nothing to measure

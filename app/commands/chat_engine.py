@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from app import store
@@ -65,12 +64,7 @@ class ChatEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._own.close()
 
     def find_model(self, name: str) -> ModelSettings:

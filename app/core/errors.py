@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 
 # Matches an absolute path, but not an API route, a part of a URL or a part of a relative path. The
 # match ends at the first space in a path, so the rest of a file name may remain, but no folder.
@@ -143,18 +142,11 @@ class PanicGuard:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exception_type is None or issubclass(exception_type, Exception):
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None or isinstance(error, Exception):
             return
-        if (exception_type.__module__, exception_type.__name__) == (
-            "pyo3_runtime",
-            "PanicException",
-        ):
+        raised = type(error)
+        if (raised.__module__, raised.__name__) == ("pyo3_runtime", "PanicException"):
             raise LibraryPanic(" ".join(str(error).split())) from error
 
 

@@ -38,8 +38,6 @@ ReasoningField = Literal["reasoning_content", "reasoning", "both"]
 LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-KEEP_ALIVE_FOREVER = math.inf
-
 # The maximum of the default of `parallel`. More sequences hardly increase the throughput, and the
 # pauses of each one grow.
 MAX_DEFAULT_PARALLEL = 64

@@ -161,15 +161,15 @@ class Body:
         self,
         find: Callable[[str | None], Awaitable[Found]],
         read: Callable[[bytearray, Found], Result],
-    ) -> Result:
-        """Calls `read` with the bytes of the body, on a thread, and returns its result. `find` runs
-        first, on the event loop. It resolves the model requested in the body, and its result is
-        passed to `read`. Raises AppError(INVALID) for invalid JSON, and the errors of `find` and
-        `read`."""
+    ) -> tuple[Found, Result]:
+        """Calls `read` with the bytes of the body, on a thread. `find` runs first, on the event
+        loop. It resolves the model requested in the body, and its result is passed to `read`.
+        Returns both results. Raises AppError(INVALID) for invalid JSON, and the errors of `find`
+        and `read`."""
         data = self.take_data()
         peek = partial(peek_model_name, data)
         found = await find(await self._run(peek) if self.size > _LARGE_BYTES else peek())
-        return await self._run(partial(read, data, found))
+        return found, await self._run(partial(read, data, found))
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         self._bodies.decoding += 1

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import orjson
@@ -128,12 +127,7 @@ class ResponseStream:
             self._timer = self._loop.call_later(self._keep_alive.seconds, check)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._cancel_timer()
         if self._sending_keep_alive is not None:
             self._sending_keep_alive.cancel()

@@ -6,7 +6,6 @@ Knows: the engine thread, grammars, the order of jobs. Must not know: conversati
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from app.core.errors import AppError, ErrorKind
@@ -88,12 +87,7 @@ class ProofEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.stop()
         self._thread.join(_STOP_TIMEOUT)
 

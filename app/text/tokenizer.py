@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 import tokenizers
@@ -406,12 +405,7 @@ class _LibraryErrorGuard:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         if error is None or isinstance(error, AppError):
             return
         try:

@@ -13,12 +13,13 @@ from app.bench.benchmark import BenchConfig, BenchTarget, TargetResult
 from app.bench.client import RequestError, RequestRecord
 from app.bench.http_client import ConnectionPool, ServerAddress
 from app.bench.load import LoadLevel
-from app.bench.metrics import LATENCIES, LoadRecord, MetricOptions
+from app.bench.metrics import LoadRecord, MetricOptions
 from app.bench.report import BenchReport, LinePanel, draw_lines, format_value
 
 ONE, FOUR = LoadLevel(max_concurrency=1), LoadLevel(max_concurrency=4)
 
 NUMBER = {"type": ["number", "null"]}
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
 LATENCY_KEYS = [
     f"{statistic}_{name}_ms"
     for name in LATENCIES

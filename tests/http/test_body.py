@@ -332,8 +332,8 @@ def test_the_model_of_a_body_is_resolved_before_it_is_read(size: int):
 
         async with build_request_bodies().receive_json(build_scope(), incoming.receive) as body:
             assert await body.read(find, lambda data, found: (bytes(data), found)) == (
-                data,
                 "found a",
+                (data, "found a"),
             )
             assert not body.data, "the bytes are released"
 

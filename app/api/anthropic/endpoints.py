@@ -21,10 +21,10 @@ from app.api.generate_endpoint import (
     GenerateEndpoint,
     JsonBody,
     ParsedRequest,
-    resolve_requested,
+    read_request,
 )
 from app.api.schema.anthropic import COUNT_TOKENS
-from app.core.ports import Generate, ModelCard, Models, ResolvedModel
+from app.core.ports import Generate, ModelCard, Models
 from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
 from app.http.body import RequestBodies
@@ -40,7 +40,9 @@ def routes(
 
     async def count_tokens(request: Request) -> Response:
         async with bodies.receive_json(request.scope, request.receive) as body:
-            model, parsed = await body.read(partial(resolve_requested, models), _read_counted)
+            model, parsed = await read_request(
+                body, models, partial(parse_messages_request, decoder=COUNT_TOKENS)
+            )
             counted = replace(
                 parsed.request, caller=get_caller(request.scope), admin=is_admin(request.scope)
             )
@@ -67,12 +69,6 @@ def _prepare_message(body: bytearray, _caller: str, card: ModelCard) -> ParsedRe
     else:
         reply = JsonBody(lambda events: collect_message(metadata, events))
     return ParsedRequest(request=parsed.request, reply=reply)
-
-
-def _read_counted(
-    body: bytearray, model: ResolvedModel
-) -> tuple[ResolvedModel, ParsedMessagesRequest]:
-    return model, parse_messages_request(body, model.card, decoder=COUNT_TOKENS)
 
 
 def _render_count(parsed: ParsedMessagesRequest, tokens: int) -> Response:

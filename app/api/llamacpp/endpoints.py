@@ -18,7 +18,6 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from app.api.embeddings import (
     EmbedEndpoint,
@@ -28,9 +27,11 @@ from app.api.embeddings import (
 from app.api.fields import invalid_request
 from app.api.generate_endpoint import (
     EventStream,
-    GenerateResponder,
+    GenerateEndpoint,
     JsonBody,
     ParsedRequest,
+    UnfinishedRequest,
+    read_request,
     resolve_requested,
 )
 from app.api.llamacpp.output import NativeChunkEncoder, NativeFormat, collect_native
@@ -54,19 +55,17 @@ from app.core.settings import Settings
 from app.http.auth import get_caller, is_admin
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
-from app.http.streaming import cancel_on_disconnect
 
 
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    responder = GenerateResponder(generate, settings, bodies)
-    complete = _NativeEndpoint(_parse_any_completion, models, responder, bodies)
-    infill = _NativeEndpoint(parse_infill, models, responder, bodies)
+    api = _NativeApi(models, settings, bodies)
+    complete = GenerateEndpoint(api.read_completion, generate, models, settings, bodies)
+    infill = GenerateEndpoint(api.read_infill, generate, models, settings, bodies)
     embed = EmbedEndpoint(
         generate, models, bodies, parse=parse_native_embeddings, render=render_native_embeddings
     )
-    api = _ServerApi(models, settings, bodies)
     return [
         Route("/completion", complete, methods=["POST"]),
         Route("/completions", complete, methods=["POST"]),
@@ -80,43 +79,26 @@ def routes(
     ]
 
 
-def _parse_any_completion(data: bytearray, card: ModelCard) -> NativeRequest | ParsedRequest:
-    """Parses a native completion, or a completion of Ollama's runner."""
-    if is_runner_request(data):
-        return prepare_runner_request(data, card)
-    return parse_completion(data, card)
+class _NativeApi:
+    """Endpoints that generate text, and those that describe the server or a prompt."""
 
-
-class _NativeEndpoint:
-    """An ASGI application for one POST route that generates text."""
-
-    def __init__(
-        self,
-        parse: Callable[[bytearray, ModelCard], NativeRequest | ParsedRequest],
-        models: Models,
-        responder: GenerateResponder,
-        bodies: RequestBodies,
-    ) -> None:
-        self._parse = parse
+    def __init__(self, models: Models, settings: Settings, bodies: RequestBodies) -> None:
         self._models = models
-        self._responder = responder
+        self._settings = settings
         self._bodies = bodies
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.receive_json(scope, receive) as body:
+    def read_completion(
+        self, data: bytearray, _caller: str, card: ModelCard
+    ) -> ParsedRequest | UnfinishedRequest:
+        """Parses a native completion, or a completion of Ollama's runner."""
+        if is_runner_request(data):
+            return prepare_runner_request(data, card)
+        return partial(self._prepare, parse_completion(data, card))
 
-            async def exchange(send: Send) -> None:
-                model, parsed = await body.read(
-                    partial(resolve_requested, self._models),
-                    lambda data, model: (model, self._parse(data, model.card)),
-                )
-                if isinstance(parsed, NativeRequest):
-                    parsed = await self._prepare(model, parsed)
-                await self._responder.respond(model, parsed, scope, send)
+    def read_infill(self, data: bytearray, _caller: str, card: ModelCard) -> UnfinishedRequest:
+        return partial(self._prepare, parse_infill(data, card))
 
-            await cancel_on_disconnect(receive, send, exchange)
-
-    async def _prepare(self, model: ResolvedModel, parsed: NativeRequest) -> ParsedRequest:
+    async def _prepare(self, parsed: NativeRequest, model: ResolvedModel) -> ParsedRequest:
         """Tokenizes the texts of a request, because a prompt may mix texts and token IDs, and the
         response contains it with its special tokens."""
         request, shown = parsed.request, [str(parsed.request.prompt)]
@@ -180,15 +162,6 @@ class _NativeEndpoint:
             biases |= dict.fromkeys(ids, bias)
         return tuple(biases.items())
 
-
-class _ServerApi:
-    """Endpoints that describe the server or a prompt."""
-
-    def __init__(self, models: Models, settings: Settings, bodies: RequestBodies) -> None:
-        self._models = models
-        self._settings = settings
-        self._bodies = bodies
-
     async def apply_template(self, request: Request) -> Response:
         model, parsed = await self._read_chat(request, _read_template_request)
         return json_response({"prompt": await self._models.render_chat(model, parsed)})
@@ -205,9 +178,8 @@ class _ServerApi:
     ) -> tuple[ResolvedModel, GenerateRequest]:
         scope = request.scope
         async with self._bodies.receive_json(scope, request.receive) as body:
-            model, parsed = await body.read(
-                partial(resolve_requested, self._models),
-                lambda data, model: (model, parse(data, model.card.id)),
+            model, parsed = await read_request(
+                body, self._models, lambda data, card: parse(data, card.id)
             )
         return model, replace(parsed, caller=get_caller(scope), admin=is_admin(scope))
 

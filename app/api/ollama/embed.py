@@ -5,24 +5,16 @@ vectors of unit length.
 """
 
 import time
-from array import array
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
-import orjson
-from starlette.types import Scope
-
+from app.api.embeddings import encode_vector
 from app.api.fields import invalid_request
 from app.api.ollama.options import limit_keep_alive
 from app.api.openai.request import get_keep_alive
 from app.api.openai.sampling import to_tuple
 from app.api.schema.ollama import EMBED, EMBEDDINGS
 from app.core.models import ModelDetails
-from app.core.ports import Generate, ResolvedModel
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest
-from app.core.thread_pools import ThreadPools
-from app.http.auth import get_caller, is_admin
 from app.http.responses import JsonObject
 
 MAX_INPUTS = 2048
@@ -66,41 +58,17 @@ def _build_inputs(texts: str | Sequence[str]) -> tuple[EmbedInput, ...]:
     )
 
 
-async def embed(
-    request: EmbedRequest,
-    model: ResolvedModel,
-    generate: Generate,
-    workers: ThreadPools,
-    scope: Scope,
-) -> tuple[list[orjson.Fragment], Embeddings]:
-    """Computes the embeddings and encodes each one as JSON separately, so that the GIL is not held
-    for long. Raises AppError."""
-    if not request.inputs:
-        return [], Embeddings(vectors=(), prompt_tokens=0)
-    request = replace(request, caller=get_caller(scope), admin=is_admin(scope))
-    embeddings = await generate.embed(request, model)
-    size = sum(map(len, embeddings.vectors))
-    encoded = await workers.run(partial(_encode, embeddings), size=size)
-    return encoded, embeddings
+def render_embeddings(_model: str, embeddings: Embeddings) -> JsonObject:
+    """Builds the body of /api/embeddings."""
+    vectors = embeddings.vectors
+    return {"embedding": encode_vector(vectors[0]) if vectors else []}
 
 
-def _encode(embeddings: Embeddings) -> list[orjson.Fragment]:
-    return [_encode_vector(vector) for vector in embeddings.vectors]
-
-
-def _encode_vector(vector: bytes) -> orjson.Fragment:
-    numbers = array("f")
-    numbers.frombytes(vector)
-    return orjson.Fragment(orjson.dumps(numbers.tolist()))
-
-
-def render_embed(
-    model: str, vectors: list[orjson.Fragment], embeddings: Embeddings, started: int
-) -> JsonObject:
+def render_embed(started: int, model: str, embeddings: Embeddings) -> JsonObject:
     """Builds the body of /api/embed. started: when the request arrived, in nanoseconds."""
     return {
         "model": model,
-        "embeddings": vectors,
+        "embeddings": [encode_vector(vector) for vector in embeddings.vectors],
         "total_duration": time.time_ns() - started,
         "load_duration": 0,
         "prompt_eval_count": embeddings.prompt_tokens,

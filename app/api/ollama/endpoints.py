@@ -7,7 +7,7 @@ Wire format: docs/api.md in ollama/ollama, August 2026 (fb3076099).
 """
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.api.embeddings import embed
 from app.api.generate_endpoint import (
     NDJSON,
     GenerateResponder,
@@ -24,7 +25,7 @@ from app.api.generate_endpoint import (
     ParsedRequest,
 )
 from app.api.ollama.body import OllamaBodies
-from app.api.ollama.embed import embed, parse_embed, parse_embeddings, render_embed
+from app.api.ollama.embed import parse_embed, parse_embeddings, render_embed, render_embeddings
 from app.api.ollama.errors import OllamaErrors
 from app.api.ollama.library import LibraryEndpoints
 from app.api.ollama.model_lists import render_running, render_show, render_tags
@@ -36,7 +37,7 @@ from app.api.schema.ollama import SHOW
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.models import ModelDetails
 from app.core.ports import Generate, Models, ResolvedModel
-from app.core.requests import EmbedRequest
+from app.core.requests import Embeddings, EmbedRequest
 from app.core.settings import Settings
 from app.http.auth import is_admin
 from app.http.body import RequestBodies
@@ -51,7 +52,7 @@ VERSION = "0.32.0"
 Kind = Literal["chat", "generate"]
 Parse = Callable[..., OllamaRequest]
 _ParseEmbed = Callable[..., EmbedRequest]
-_RespondEmbed = Callable[[str, ResolvedModel, EmbedRequest], Awaitable[object]]
+_RenderEmbed = Callable[[str, Embeddings], JsonObject]
 
 
 def routes(
@@ -167,12 +168,9 @@ class OllamaEndpoint:
         async with self._bodies.receive(scope, receive) as body:
 
             async def exchange(send: Send) -> None:
-                model, details, parsed = await body.read(
+                (model, details), parsed = await body.read(
                     partial(_find_described, self._models),
-                    lambda data, described: (
-                        *described,
-                        self._parse(data, described[1], admin=is_admin(scope)),
-                    ),
+                    lambda data, found: self._parse(data, found[1], admin=is_admin(scope)),
                 )
                 format = LineFormat(
                     model=parsed.model,
@@ -240,23 +238,14 @@ class _EmbedEndpoints:
         self._bodies = own
 
     async def embed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.time_ns()
-
-        async def respond(name: str, model: ResolvedModel, request: EmbedRequest) -> object:
-            found = await embed(request, model, self._generate, self._workers, scope)
-            return render_embed(name, *found, started)
-
-        await self._exchange(parse_embed, respond, scope, receive, send)
+        render = partial(render_embed, time.time_ns())
+        await self._exchange(parse_embed, render, scope, receive, send)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def respond(name: str, model: ResolvedModel, request: EmbedRequest) -> object:
-            vectors, _ = await embed(request, model, self._generate, self._workers, scope)
-            return {"embedding": vectors[0] if vectors else []}
-
-        await self._exchange(parse_embeddings, respond, scope, receive, send)
+        await self._exchange(parse_embeddings, render_embeddings, scope, receive, send)
 
     async def _exchange(
-        self, parse: _ParseEmbed, respond: _RespondEmbed, scope: Scope, receive: Receive, send: Send
+        self, parse: _ParseEmbed, render: _RenderEmbed, scope: Scope, receive: Receive, send: Send
     ) -> None:
         async with self._bodies.receive(scope, receive) as body:
 
@@ -269,13 +258,14 @@ class _EmbedEndpoints:
                     name = requested or found[0].card.id
                     return found
 
-                model, request = await body.read(
-                    find,
-                    lambda data, described: (
-                        described[0],
-                        parse(data, described[1], admin=is_admin(scope)),
-                    ),
+                (model, _), request = await body.read(
+                    find, lambda data, found: parse(data, found[1], admin=is_admin(scope))
                 )
-                await send_json(await respond(name, model, request), scope, send)
+                reply = render(name, Embeddings(vectors=(), prompt_tokens=0))
+                if request.inputs:
+                    reply = await embed(
+                        request, model, self._generate, self._workers, scope, partial(render, name)
+                    )
+                await send_json(reply, scope, send)
 
             await cancel_on_disconnect(receive, send, exchange)

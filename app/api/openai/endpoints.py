@@ -6,18 +6,27 @@ response formats (chat.py and completions.py in the same folder), generation.
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.generate_endpoint import EventStream, GenerateEndpoint, JsonBody, ParsedRequest
+from app.api.generate_endpoint import (
+    EventStream,
+    GenerateEndpoint,
+    JsonBody,
+    ParsedRequest,
+    UnfinishedRequest,
+)
 from app.api.models import render_model_state
 from app.api.openai.chat import ChatChunkEncoder, collect_chat
 from app.api.openai.completions import CompletionChunkEncoder, collect_completion
-from app.api.openai.output import CompletionMetadata
+from app.api.openai.output import ChunkEncoder, CompletionMetadata
 from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
+from app.core.events import OutputEvent
 from app.core.models import ModelState
 from app.core.ports import Generate, ModelCard, Models, ResolvedModel
 from app.core.settings import ReasoningField, Settings
@@ -29,32 +38,26 @@ from app.http.responses import JsonObject, json_response
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
 ) -> list[Route]:
-    def prepare_chat(body: bytearray, caller: str, card: ModelCard) -> ParsedRequest:
+    def prepare_chat(
+        body: bytearray, caller: str, card: ModelCard
+    ) -> ParsedRequest | UnfinishedRequest:
         parsed = parse_chat(body, card.id, card.logprobs_limit)
         metadata = _build_metadata("chatcmpl", parsed, card, settings.reasoning_field)
-        prepared = _prepare_chat_reply(parsed, metadata)
+
+        async def add_prompt(model: ResolvedModel) -> ParsedRequest:
+            ids = await models.tokenize_chat(model, replace(parsed.request, caller=caller))
+            prompt = await models.detokenize(model, ids)
+            shown = replace(metadata, verbose_prompt=prompt)
+            return _prepare(parsed, shown, ChatChunkEncoder, collect_chat)
+
         if parsed.verbose or (parsed.verbose is None and settings.debug):
-
-            async def add_prompt(model: ResolvedModel) -> ParsedRequest:
-                ids = await models.tokenize_chat(model, replace(parsed.request, caller=caller))
-                prompt = await models.detokenize(model, ids)
-                return _prepare_chat_reply(parsed, replace(metadata, verbose_prompt=prompt))
-
-            return replace(prepared, complete=add_prompt)
-        return prepared
+            return add_prompt
+        return _prepare(parsed, metadata, ChatChunkEncoder, collect_chat)
 
     def prepare_completion(body: bytearray, _caller: str, card: ModelCard) -> ParsedRequest:
         parsed = parse_completion(body, card.id, card.logprobs_limit)
         metadata = _build_metadata("cmpl", parsed, card, settings.reasoning_field)
-        if parsed.stream:
-            return ParsedRequest(
-                request=parsed.request,
-                reply=EventStream(CompletionChunkEncoder(metadata), parsed.return_progress),
-            )
-        return ParsedRequest(
-            request=parsed.request,
-            reply=JsonBody(lambda events: collect_completion(metadata, events)),
-        )
+        return _prepare(parsed, metadata, CompletionChunkEncoder, collect_completion)
 
     return [
         Route(
@@ -71,17 +74,17 @@ def routes(
     ]
 
 
-def _prepare_chat_reply(
-    parsed: ParsedCompletionRequest, metadata: CompletionMetadata
+def _prepare(
+    parsed: ParsedCompletionRequest,
+    metadata: CompletionMetadata,
+    encoder: Callable[[CompletionMetadata], ChunkEncoder],
+    collect: Callable[[CompletionMetadata, Sequence[OutputEvent]], JsonObject],
 ) -> ParsedRequest:
     if parsed.stream:
-        return ParsedRequest(
-            request=parsed.request,
-            reply=EventStream(ChatChunkEncoder(metadata), parsed.return_progress),
-        )
-    return ParsedRequest(
-        request=parsed.request, reply=JsonBody(lambda events: collect_chat(metadata, events))
-    )
+        reply = EventStream(encoder(metadata), parsed.return_progress)
+    else:
+        reply = JsonBody(partial(collect, metadata))
+    return ParsedRequest(request=parsed.request, reply=reply)
 
 
 def _model_routes(models: Models) -> list[Route]:

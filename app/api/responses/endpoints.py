@@ -11,7 +11,6 @@ a client can therefore continue it immediately.
 import os
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Literal, cast, get_args
 
 import orjson
@@ -25,7 +24,7 @@ from app.api.generate_endpoint import (
     GenerateEndpoint,
     JsonBody,
     ParsedRequest,
-    resolve_requested,
+    read_request,
 )
 from app.api.responses.events import (
     OnComplete,
@@ -44,7 +43,7 @@ from app.api.responses.store import (
 )
 from app.api.schema.responses import TOKEN_COUNT
 from app.core.errors import AppError, ErrorKind
-from app.core.ports import Generate, ModelCard, Models, ResolvedModel
+from app.core.ports import Generate, ModelCard, Models
 from app.core.settings import Settings
 from app.http.auth import get_caller
 from app.http.body import RequestBodies
@@ -183,15 +182,13 @@ class _ResponsesApi:
     async def input_tokens(self, request: Request) -> Response:
         async with self._bodies.receive_json(request.scope, request.receive) as body:
             store, shifts = self._stores.for_caller(body.caller), self._settings.context_shift
-
-            def read(
-                data: bytearray, model: ResolvedModel
-            ) -> tuple[ResolvedModel, ParsedResponsesRequest]:
-                return model, parse_responses_request(
-                    data, model.card.id, store, context_shift=shifts, decoder=TOKEN_COUNT
-                )
-
-            model, parsed = await body.read(partial(resolve_requested, self._models), read)
+            model, parsed = await read_request(
+                body,
+                self._models,
+                lambda data, card: parse_responses_request(
+                    data, card.id, store, context_shift=shifts, decoder=TOKEN_COUNT
+                ),
+            )
             ids = await self._models.tokenize_chat(model, parsed.request)
             return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 

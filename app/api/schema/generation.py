@@ -267,9 +267,6 @@ class SamplingFields(Options, kw_only=True, frozen=True):
     allowed_token_ids: AllowedTokenIds = None
 
 
-SAMPLING_FIELDS = SamplingFields.__struct_fields__
-
-
 class GenerationFields(SamplingFields, kw_only=True, frozen=True):
     """The fields that all endpoints of OpenAI's API that generate text share."""
 
