@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from app import store
 from app.commands.pull import resolve_or_download
 from app.config.options import OPTIONS
+from app.config.sources import find_state_folder
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
@@ -24,7 +25,6 @@ from app.core.models import MemoryRequirement
 from app.core.ports import Runner
 from app.core.runtime import limit_malloc_retention, shorten_switch_interval
 from app.core.settings import LiveSettings, ModelSettings, Settings, merge_reloaded
-from app.core.state_folder import find_state_folder
 from app.core.units import pluralize
 from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
 from app.engine.model_info import complete_config

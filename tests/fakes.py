@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from tokenizers import models, pre_tokenizers
 
 from app.api.app import build_app
-from app.api.front_end import FrontendStats
+from app.api.status import FrontendStats
 from app.core.errors import AppError, ErrorKind
 from app.core.events import (
     Event,

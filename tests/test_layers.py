@@ -405,12 +405,12 @@ PLANTED = {
         "app.engine.policy may not",
     ),
     "the HTTP parser in the API": (
-        "app.api.health",
+        "app.api.status",
         "from h11 import Connection",
         "app.api may not",
     ),
     "a second module that writes metrics": (
-        "app.api.health",
+        "app.api.status",
         "from prometheus_client import Counter",
         "app.api may not",
     ),

@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 import pytest
 
-from app.api.health import OLLAMA_STATUS_CODES
+from app.api.status import OLLAMA_STATUS_CODES
 from tests.ports import find_free_port
 
 # each test builds a wheel or starts a server with other packages

@@ -22,14 +22,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
-from starlette.types import ASGIApp, Lifespan
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
-from app.api import health
-from app.api.engine_events import engine_event_routes
 from app.api.fields import quote_value
-from app.api.front_end import FrontendStats
 from app.api.metrics.registry import Metrics
-from app.api.usage import usage_routes
+from app.api.status import FrontendStats, engine_event_routes, health_routes, usage_routes
 from app.core.errors import AppError, ErrorKind
 from app.core.limits import RequestLimits
 from app.core.observers import ObservedGenerate, ObserverFactory
@@ -55,7 +52,6 @@ from app.http.request_id import (
     REQUEST_ID_HEADER,
     RequestIdMiddleware,
 )
-from app.http.short_paths import ShortPathMiddleware
 from app.http.streaming import ClientDisconnected
 
 # The headers that OpenAI's and Anthropic's SDKs and OpenRouter's clients send from browsers, and
@@ -141,6 +137,33 @@ class _Cors(CORSMiddleware):
         return response
 
 
+_V1 = "/v1"
+
+
+class _ShortPathMiddleware:
+    """ASGI middleware that adds /v1 to the path of a request, if there is a route for the longer
+    path and none for the path itself, as clients of llama.cpp send it. Place it outermost, so that
+    authorization, error formats and the access log see only the path of the route."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._patterns = [route.path_regex for route in routes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if not path.startswith(f"{_V1}/") and self._is_short(path):
+                raw = _V1.encode() + scope.get("raw_path", path.encode())
+                scope = {**scope, "path": _V1 + path, "raw_path": raw}
+        await self._app(scope, receive, send)
+
+    def _is_short(self, path: str) -> bool:
+        return self._has_route(_V1 + path) and not self._has_route(path)
+
+    def _has_route(self, path: str) -> bool:
+        return any(pattern.match(path) for pattern in self._patterns)
+
+
 def _cors_middleware(settings: Settings) -> Middleware:
     everyone = "*" in settings.cors_origins
     return Middleware(
@@ -197,7 +220,7 @@ def build_app(
         # CORS precedes authentication, because browsers send no key with a preflight, and an
         # allowed page may also read the error response
         outer_middleware=[
-            Middleware(ShortPathMiddleware, routes),
+            Middleware(_ShortPathMiddleware, routes),
             Middleware(
                 RequestIdMiddleware,
                 counted,
@@ -294,7 +317,7 @@ def build_routes(
         generate, metrics.observe, RequestContextObserver, *observers, limits=limits
     )
     found: list[Route] = [
-        *health.health_routes(models, live, front_end),
+        *health_routes(models, live, front_end),
         *engine_event_routes(models, live, front_end, traffic),
         *metrics.routes(),
         *usage_routes(usage),

@@ -24,8 +24,8 @@ from app.commands.chat_client import ChatMessage, ChatOptions, stream_chat
 from app.commands.chat_commands import ChatCommands, ChatState, find_image_path
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
+from app.config.sources import find_state_folder
 from app.core.errors import AppError
-from app.core.state_folder import find_state_folder
 from app.core.terminal import print_message
 
 _PROMPT, _CONTINUATION = ">>> ", "... "

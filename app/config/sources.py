@@ -1,10 +1,12 @@
 """Settings from environment variables, and the type of a value with its source.
 
-Knows: the names of mlxrunner's variables. Must not know: the other sources, the use of the secrets.
+Knows: the names of mlxrunner's variables, and the one for the folder of its data. Must not know:
+the other sources, the use of the secrets.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from app.config.options import (
@@ -106,3 +108,14 @@ def _reject_kubernetes_service_links(ours: Mapping[str, str]) -> None:
                 "enableServiceLinks: false in the pod, or rename the service",
                 param=name,
             )
+
+
+def find_state_folder(environment: Mapping[str, str]) -> Path | None:
+    """Returns the folder for data that is kept between runs (XDG Base Directory), which may not
+    exist; None without a home folder."""
+    if given := environment.get("XDG_STATE_HOME"):
+        return Path(given) / "mlxrunner"
+    try:
+        return Path.home() / ".local" / "state" / "mlxrunner"
+    except RuntimeError:
+        return None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
-from app.api.engine_events import MAX_STREAMS_PER_CALLER
+from app.api.status import MAX_STREAMS_PER_CALLER
 from app.core.jobs import PrefixNode, PrefixSnapshot
 from app.core.settings import Settings
 from app.core.usage import ConnectionStats

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from app.api.health import OLLAMA_STATUS_CODES
+from app.api.status import OLLAMA_STATUS_CODES
 from app.cli import _build_parser
 from app.config.command_line import parse_arguments
 from app.config.options import OPTIONS

@@ -22,10 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.api.front_end import FrontendStats
 from app.api.metrics.engines import EngineCollector
 from app.api.metrics.llamacpp import LlamaCppMetrics
 from app.api.metrics.request_metrics import RequestMetrics
+from app.api.status import FrontendStats
 from app.core.distributions import get_own_version
 from app.core.observers import ObserverFactory
 from app.core.ports import Models

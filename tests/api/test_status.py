@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.api.health import health_routes, hit_bucket_labels
+from app.api.status import health_routes, hit_bucket_labels
 from app.core.jobs import ComputeBackend, EngineStats
 from app.core.models import ModelState
 from app.core.ports import RunnerStatus
