@@ -199,10 +199,9 @@ def build_app(
     lag; None creates one that is never updated. live: the settings that a reload may replace; None
     if there are no reloads. usage: the usage of each key; None creates counters that stay at zero.
     limits: the limits of requests, which count the usage; None for no limits. observers: observe
-    each generation and embedding request. Raises AppError(INVALID) for invalid host names or
-    origins in the settings.
+    each generation and embedding request.
     """
-    origins = AllowedOrigins.from_settings(settings)
+    origins = AllowedOrigins(origins=frozenset(settings.cors_origins))
     counted = ConnectionStats() if traffic is None else traffic
     routes = build_routes(
         generate,

@@ -18,6 +18,7 @@ from app.core.model_files import ModelDefaults
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 from app.core.settings import (
     MEBIBYTE,
+    MODEL_OVERRIDES,
     ActivationPrecision,
     CachePolicy,
     KVLayout,
@@ -545,15 +546,7 @@ MODEL_OPTIONS = (
         "load at start and never evict",
         settings_class=ModelSettings,
     ),
-    _make_model_option("keep_alive"),
-    _make_model_option("quantize"),
-    _make_model_option("kv"),
-    _make_model_option("activations"),
-    _make_model_option("parallel"),
-    _make_model_option("context"),
-    _make_model_option("memory"),
-    _make_model_option("cache"),
-    _make_model_option("adapters"),
+    *map(_make_model_option, MODEL_OVERRIDES),
 )
 
 
@@ -588,7 +581,7 @@ DEFAULT_OPTIONS = (
     _make_default_option(
         "system", value_types.prose(), "system prompt of conversations that have none"
     ),
-    *(_make_model_option(field) for field in ("context", "keep_alive")),
+    *map(_make_model_option, ("context", "keep_alive")),
     _make_default_option(
         "max_tokens", value_types.count(1, unit="tokens"), "maximum number of output tokens"
     ),
@@ -606,7 +599,7 @@ def list_default_values(defaults: ModelDefaults) -> Sequence[tuple[Option, Any]]
     ]
 
 
-_DEFAULT_FIELDS = ("name", "aliases", "system", "context", "keep_alive", "max_tokens")
+_DEFAULT_FIELDS = [one.name for one in dataclasses.fields(ModelDefaults) if one.name != "sampling"]
 
 
 def build_defaults(values: Mapping[str, Any]) -> ModelDefaults:

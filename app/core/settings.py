@@ -254,23 +254,17 @@ class Settings:
         return replace(self, models=(model,), defaults=(), installed=False, **own)
 
 
-# settings that exist for all models and for one model
-_MODEL_SETTINGS = (
-    "keep_alive",
-    "quantize",
-    "kv",
-    "activations",
-    "parallel",
-    "context",
-    "memory",
-    "cache",
-    "adapters",
+# settings that exist for all models and for one model, in the order of ModelSettings
+MODEL_OVERRIDES = tuple(
+    field.name
+    for field in fields(ModelSettings)
+    if field.name in {one.name for one in fields(Settings)}
 )
 
 
 def _model_overrides(model: ModelSettings) -> dict[str, Any]:
     """Returns the model's own values of settings that also exist for all models."""
-    return {name: value for name in _MODEL_SETTINGS if (value := getattr(model, name)) is not None}
+    return {name: value for name in MODEL_OVERRIDES if (value := getattr(model, name)) is not None}
 
 
 def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:

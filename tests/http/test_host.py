@@ -151,7 +151,7 @@ def test_the_name_of_the_host_option_is_allowed():
 
 
 def test_allowed_hosts_are_exact_names_or_domains():
-    allowed: dict[str, Any] = {"allowed_hosts": ("Chat.example.org", ".lan.example.")}
+    allowed: dict[str, Any] = {"allowed_hosts": ("Chat.example.org", ".lan.example")}
     assert passes("chat.example.org:443", **allowed)
     assert passes("CHAT.example.org.", **allowed)
     assert not passes("a.chat.example.org", **allowed)
@@ -160,16 +160,6 @@ def test_allowed_hosts_are_exact_names_or_domains():
     assert passes("a.b.lan.example", **allowed)
     assert not passes("lan.example", **allowed)
     assert not passes("evillan.example", **allowed)
-
-
-@rows(
-    "name",
-    ["", "*", "*.example.org", "http://a", "a:80", "a b", "..a", "a..b", ".", "a/", "[::1]", "é.a"],
-)
-def test_an_invalid_allowed_host_is_a_startup_error(name: str):
-    with pytest.raises(AppError, match="--allowed-host takes a name") as caught:
-        AllowedHosts.from_settings(Settings(allowed_hosts=(name,)))
-    assert caught.value.param == "allowed_hosts"
 
 
 def test_the_error_names_the_option_that_allows_the_host():
