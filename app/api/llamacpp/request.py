@@ -139,7 +139,8 @@ def _build(
     grammar = build_grammar(body)
     conditions = build_stop_conditions(body, max_tokens=max_tokens, constrained=grammar is not None)
     request = replace(
-        conditions.apply(request),
+        request,
+        **conditions,
         sampling=sampling if id_biases is None else {**sampling, "logit_bias": id_biases},
         max_tokens=max_tokens,
         top_logprobs=card.logprobs_limit.resolve("n_probs", body.n_probs) or None,

@@ -255,7 +255,8 @@ def _build_common(
         body, max_tokens=request.max_tokens, constrained=constrained
     )
     request = replace(
-        stop_conditions.apply(request),
+        request,
+        **stop_conditions,
         sampling=build_sampling(body),
         cache_prompt=body.cache_prompt is not False,
         num_keep=body.n_keep,

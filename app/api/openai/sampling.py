@@ -5,7 +5,6 @@ Must not know: the prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from msgspec import Raw
@@ -17,7 +16,6 @@ from app.api.schema.openai import RESERVED_TEMPLATE_OPTIONS
 from app.core.errors import mark_client_text
 from app.core.requests import (
     UNCONSTRAINED_FIELDS,
-    GenerateRequest,
     ReasoningOptions,
     Verbosity,
 )
@@ -58,30 +56,6 @@ def build_verbosity(**levels: str | None) -> Verbosity | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopConditions:
-    """The stop conditions in addition to the maximum length, and the texts that the output must not
-    contain. See `GenerateRequest` for the fields."""
-
-    min_tokens: int
-    ignore_eos: bool
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False
-    bad_words: tuple[str, ...] = ()
-
-    def apply(self, request: GenerateRequest) -> GenerateRequest:
-        return replace(
-            request,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop=self.include_stop,
-            bad_words=self.bad_words,
-        )
-
-
 def build_sampling(body: SamplingFields) -> dict[str, SamplingValue]:
     """Returns only the parameters that the client set. The model's defaults apply to all other
     parameters."""
@@ -115,22 +89,16 @@ def _sort_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
 
 def build_stop_conditions(
     body: GenerationFields, *, max_tokens: int | None, constrained: bool
-) -> StopConditions:
-    """Returns the stop conditions. constrained: whether all or part of the output must match a
-    grammar. A grammar determines where the output may end and which tokens it may contain, so with
-    other conditions, no valid token might be left."""
-    stop_conditions = StopConditions(
-        min_tokens=body.min_tokens or 0,
-        ignore_eos=body.ignore_eos or False,
-        stop=to_tuple(body.stop),
-        stop_token_ids=_sort_token_ids(body.stop_token_ids),
-        include_stop=body.include_stop_str_in_output or False,
-        bad_words=_build_bad_words(to_tuple(body.bad_words)),
-    )
-    if max_tokens is not None and stop_conditions.min_tokens > max_tokens:
+) -> dict[str, Any]:
+    """Returns the fields of `GenerateRequest` that end the output before its maximum length, or
+    that it must not contain. constrained: whether all or part of the output must match a grammar. A
+    grammar determines where the output may end and which tokens it may contain, so with other
+    conditions, no valid token might be left."""
+    bad_words = _build_bad_words(to_tuple(body.bad_words))
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
         raise invalid_request(
-            "min_tokens",
-            f"min_tokens is {stop_conditions.min_tokens}, but max_tokens is {max_tokens}",
+            "min_tokens", f"min_tokens is {min_tokens}, but max_tokens is {max_tokens}"
         )
     if constrained:
         for name in UNCONSTRAINED_FIELDS:
@@ -140,7 +108,14 @@ def build_stop_conditions(
                     f"{name} cannot be combined with structured output, a thinking budget, strict "
                     "tools or required tool calls: remove one of them",
                 )
-    return stop_conditions
+    return {
+        "min_tokens": min_tokens,
+        "ignore_eos": body.ignore_eos or False,
+        "stop": to_tuple(body.stop),
+        "stop_token_ids": _sort_token_ids(body.stop_token_ids),
+        "include_stop": body.include_stop_str_in_output or False,
+        "bad_words": bad_words,
+    }
 
 
 def to_tuple(texts: str | Sequence[str] | None) -> tuple[str, ...]:

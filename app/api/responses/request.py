@@ -115,6 +115,7 @@ def parse_responses_request(
         reasoning=thinking,
         verbosity=verbosity,
         chat_template_kwargs=build_template_options(body.chat_template_kwargs, thinking),
+        **stop_conditions,
     )
     if body.stream_options is not None and not body.stream:
         raise invalid_request("stream_options", "stream_options is only allowed with stream: true")
@@ -129,7 +130,7 @@ def parse_responses_request(
             f'"{truncation}"',
         )
     return ParsedResponsesRequest(
-        request=stop_conditions.apply(request),
+        request=request,
         tools=tools,
         encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in include,
         stream=body.stream or False,

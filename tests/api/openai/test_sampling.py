@@ -1,17 +1,20 @@
 """Sampling parameters and stop conditions."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.api.openai.sampling import StopConditions, build_sampling, build_stop_conditions
+from app.api.openai.sampling import build_sampling, build_stop_conditions
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.generation import GenerationFields
 from app.core.errors import AppError, ErrorKind
+from app.core.requests import GenerateRequest
 from tests.rows import rows
 
 DECODER = BodyDecoder(GenerationFields)
+NO_CONDITIONS = GenerateRequest(model="m", prompt="")
 
 
 def decode(body: Any) -> GenerationFields:
@@ -24,8 +27,9 @@ def sampling_of(**body: Any) -> Any:
 
 def stop_conditions_of(
     *, constrained: bool = False, limit: int | None = None, **body: Any
-) -> StopConditions:
-    return build_stop_conditions(decode(body), max_tokens=limit, constrained=constrained)
+) -> GenerateRequest:
+    conditions = build_stop_conditions(decode(body), max_tokens=limit, constrained=constrained)
+    return replace(NO_CONDITIONS, **conditions)
 
 
 def read(body: Any) -> None:
@@ -67,7 +71,7 @@ def test_stop_is_one_string_or_several(stop: Any, expected: tuple[str, ...]):
 
 
 def test_min_tokens_and_ignore_eos_are_read():
-    assert stop_conditions_of() == StopConditions(min_tokens=0, ignore_eos=False, stop=())
+    assert stop_conditions_of() == NO_CONDITIONS
     conditions = stop_conditions_of(limit=5, min_tokens=5, ignore_eos=True)
     assert (conditions.min_tokens, conditions.ignore_eos) == (5, True)
 
