@@ -5,6 +5,11 @@ from typing import Any
 
 import pytest
 
+from app.api.schema.base import Options
+from app.api.schema.generation import SamplingFields
+from app.api.schema.models import DefaultValues
+from app.api.schema.ollama import OllamaOptions
+from app.api.schema.ollama_runner import RunnerOptions
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob, SamplingParams
 from tests.openapi_document import read_openapi
 
@@ -27,6 +32,12 @@ def test_the_default_is_in_the_range(knob: SamplingKnob) -> None:
     if knob.default is not None:
         assert knob.low <= knob.default <= knob.high
         assert isinstance(knob.default, knob.kind)
+
+
+@each_knob
+@pytest.mark.parametrize("body", [SamplingFields, OllamaOptions, RunnerOptions, DefaultValues])
+def test_each_body_has_the_parameter(body: type[Options], knob: SamplingKnob) -> None:
+    assert {knob.name, knob.runner_name} & set(body.__struct_fields__)
 
 
 def resolve(schema: dict[str, Any]) -> dict[str, Any]:
