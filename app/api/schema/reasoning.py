@@ -35,9 +35,9 @@ EnableThinking = Annotated[
 ThinkingBudget = Annotated[
     Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None,
     describe(
-        "The maximum number of reasoning tokens. -1 means no limit. The field has four aliases: "
-        "mlxrunner's, vLLM's, and llama.cpp's older and newer names. A request can set only one "
-        "of them.",
+        "The maximum number of reasoning tokens; then the server ends the reasoning, and the model "
+        "continues with the content. -1 means no limit. The field has four aliases: mlxrunner's, "
+        "vLLM's, and llama.cpp's older and newer names. A request can set only one of them.",
         component="ThinkingBudget",
     ),
 ]
