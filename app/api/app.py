@@ -98,6 +98,8 @@ EXPOSED_HEADERS = (
     NOTICE_HEADER,
 )
 
+_V1 = "/v1"
+
 
 class _Application(Starlette):
     """A Starlette application with middleware outside its error handler.
@@ -135,9 +137,6 @@ class _Cors(CORSMiddleware):
         if not self.is_allowed_origin(request_headers["origin"]):
             response.status_code = 200
         return response
-
-
-_V1 = "/v1"
 
 
 class _ShortPathMiddleware:

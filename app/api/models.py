@@ -23,6 +23,9 @@ from app.core.settings import Settings
 from app.http.body import RequestBodies
 from app.http.responses import JsonObject, json_response
 
+# longer names would not fit in a list
+_MAX_ALIAS_CHARS = 200
+
 
 def routes(
     generate: Generate, models: Models, settings: Settings, bodies: RequestBodies
@@ -72,10 +75,6 @@ def render_model_state(state: ModelState) -> JsonObject:
         "expires_at": None if state.expires_at is None else int(state.expires_at),
         "error": state.error,
     }
-
-
-# longer names would not fit in a list
-_MAX_ALIAS_CHARS = 200
 
 
 def build_defaults(values: DefaultValues, model: str) -> ModelDefaults:

@@ -37,6 +37,35 @@ ENV_PREFIX = "MLXRUNNER_"
 # resets a setting that a source of lower precedence has set; every type of value accepts it
 DEFAULT_WORD = "default"
 
+GIBIBYTE = 1 << 30
+
+# the path of the configuration file; not a setting, since a file cannot name itself
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+
+# the variable from which commands take the API key of a server
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+
+# set for a server whose configuration file disappears with it, so that no defaults are saved there
+TEMPORARY_CONFIG_VARIABLE = f"_{ENV_PREFIX}TEMPORARY_CONFIG"
+
+# app/http/api_keys.py reads these variables; their values are never displayed
+SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
+
+# models/cpu_backend.py and models/kernels read these variables before the settings exist
+BACKEND_VARIABLES = (
+    f"{ENV_PREFIX}BLAS",
+    f"{ENV_PREFIX}ISA",
+    f"{ENV_PREFIX}KERNELS",
+    f"{ENV_PREFIX}THREADS",
+)
+
+# the build (models/kernels/CMakeLists.txt) reads these variables; they may still be set at runtime
+BUILD_VARIABLE = f"{ENV_PREFIX}BUILD_KERNELS"
+
+MODELS_VARIABLE = f"{ENV_PREFIX}MODELS"
+
+_DEFAULT_FIELDS = [one.name for one in dataclasses.fields(ModelDefaults) if one.name != "sampling"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
@@ -121,34 +150,6 @@ def make_option(
         is_common=is_common,
         other_names=tuple(other_names.split()),
     )
-
-
-GIBIBYTE = 1 << 30
-
-# the path of the configuration file; not a setting, since a file cannot name itself
-CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
-
-# the variable from which commands take the API key of a server
-KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
-
-# set for a server whose configuration file disappears with it, so that no defaults are saved there
-TEMPORARY_CONFIG_VARIABLE = f"_{ENV_PREFIX}TEMPORARY_CONFIG"
-
-# app/http/api_keys.py reads these variables; their values are never displayed
-SECRET_VARIABLES = (f"{ENV_PREFIX}API_KEY", f"{ENV_PREFIX}API_KEYS")
-
-# models/cpu_backend.py and models/kernels read these variables before the settings exist
-BACKEND_VARIABLES = (
-    f"{ENV_PREFIX}BLAS",
-    f"{ENV_PREFIX}ISA",
-    f"{ENV_PREFIX}KERNELS",
-    f"{ENV_PREFIX}THREADS",
-)
-
-# the build (models/kernels/CMakeLists.txt) reads these variables; they may still be set at runtime
-BUILD_VARIABLE = f"{ENV_PREFIX}BUILD_KERNELS"
-
-MODELS_VARIABLE = f"{ENV_PREFIX}MODELS"
 
 
 GROUPS = (
@@ -597,9 +598,6 @@ def list_default_values(defaults: ModelDefaults) -> Sequence[tuple[Option, Any]]
         for option in DEFAULT_OPTIONS
         if values.get(option.field) not in (None, ())
     ]
-
-
-_DEFAULT_FIELDS = [one.name for one in dataclasses.fields(ModelDefaults) if one.name != "sampling"]
 
 
 def build_defaults(values: Mapping[str, Any]) -> ModelDefaults:

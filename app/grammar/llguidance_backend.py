@@ -62,6 +62,42 @@ _UNSUPPORTED_OPTION = re.compile(r"\b(temperature|stop|stop_capture)\s*=")
 
 _TOO_LONG = f"it is longer than {MAX_GRAMMAR_LENGTH} characters"
 
+# the number of trial tokens to consume
+_TRIAL_TOKENS = 8
+
+# Limits on the number of parser items that llguidance may create, in one row and in all rows of one
+# step. A step tries every token of the vocabulary. A schema needs a few items per row for each
+# optional property that may come next. With 151,669 tokens, it needs only a few more per step. With
+# unrestricted white space, however, it needs 230 items per property, or 460,000 for the maximum
+# that `schema` accepts. These items are cheap. An ambiguous grammar has a similar number of items,
+# but they are expensive: with 2000 items in a row, a step takes seconds, which delays all other
+# outputs of the model.
+_WIDE_ITEM_LIMITS = (30_000, 2_000_000)
+_NARROW_ITEM_LIMITS = (500, 2_000)
+
+# The maximum number of states of llguidance's lexer, in addition to one state per byte of the
+# grammar. Property names take one state per byte. The additional states are for patterns, whose
+# number of states is unbounded. A state takes up to 1 kB. All outputs of a grammar share its
+# states.
+_MAX_LEXER_STATES = 50_000
+
+# the number of characters to keep at each end of an llguidance error message
+_ERROR_EDGE_CHARS = 200
+
+_UNIMPLEMENTED_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
+# the start of the verbose part of an error message, which quotes llguidance's form of the grammar
+_VERBOSE_PART = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
+_EXPLANATIONS = {
+    "NoExtensionBias": "no token of this model is allowed next",
+    "oneOf constraints": "its branches must be mutually exclusive: give each a required"
+    " property with a different const, or use anyOf",
+    "Too many items": "it allows too many continuations at one point: make more properties"
+    " required, or make the grammar less ambiguous",
+    "too many states": "its patterns need too many states: simplify them",
+    "panic": "it is too large",
+    "Unable to determine if regex": "the combination of its patterns is too complex: remove one",
+}
+
 
 def prepare_lark(text: str, *, compact: bool = False) -> str:
     """Converts the grammar to llguidance's Lark. compact: whether JSON that matches its schemas is
@@ -143,43 +179,6 @@ def _check_options(plain: str) -> None:
         match = _UNSUPPORTED_OPTION.search(options[1])
         if match is not None:
             raise UnsupportedGrammarError(f"the rule option {match[1]} is not supported: remove it")
-
-
-# the number of trial tokens to consume
-_TRIAL_TOKENS = 8
-
-# Limits on the number of parser items that llguidance may create, in one row and in all rows of one
-# step. A step tries every token of the vocabulary. A schema needs a few items per row for each
-# optional property that may come next. With 151,669 tokens, it needs only a few more per step. With
-# unrestricted white space, however, it needs 230 items per property, or 460,000 for the maximum
-# that `schema` accepts. These items are cheap. An ambiguous grammar has a similar number of items,
-# but they are expensive: with 2000 items in a row, a step takes seconds, which delays all other
-# outputs of the model.
-_WIDE_ITEM_LIMITS = (30_000, 2_000_000)
-_NARROW_ITEM_LIMITS = (500, 2_000)
-
-# The maximum number of states of llguidance's lexer, in addition to one state per byte of the
-# grammar. Property names take one state per byte. The additional states are for patterns, whose
-# number of states is unbounded. A state takes up to 1 kB. All outputs of a grammar share its
-# states.
-_MAX_LEXER_STATES = 50_000
-
-# the number of characters to keep at each end of an llguidance error message
-_ERROR_EDGE_CHARS = 200
-
-_UNIMPLEMENTED_KEYWORD = re.compile(r'Unimplemented keys: \["([^"]*)"')
-# the start of the verbose part of an error message, which quotes llguidance's form of the grammar
-_VERBOSE_PART = re.compile(r"<non-verbose/>|\n +\d+ \| |\n *while processing")
-_EXPLANATIONS = {
-    "NoExtensionBias": "no token of this model is allowed next",
-    "oneOf constraints": "its branches must be mutually exclusive: give each a required"
-    " property with a different const, or use anyOf",
-    "Too many items": "it allows too many continuations at one point: make more properties"
-    " required, or make the grammar less ambiguous",
-    "too many states": "its patterns need too many states: simplify them",
-    "panic": "it is too large",
-    "Unable to determine if regex": "the combination of its patterns is too complex: remove one",
-}
 
 
 class GrammarCompileError(UnsupportedGrammarError):

@@ -23,37 +23,6 @@ MAX_REPETITIONS = 10_000
 
 _REGEX_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(|\)|\{(\d*)(,?)(\d*)\}", re.DOTALL)
 
-
-def count_repetitions(pattern: str) -> int:
-    """Returns the largest product of nested bounded repetitions, which is 15 for `((ab){3}c){5}`.
-    `{3,5}` and `{,5}` count as 5, and `{3,}` counts as 3. `*` and `+` do not count."""
-    # the product within each open group, and the product of the last group or item
-    groups, last, largest, end = [1], 1, 1, 0
-    for part in _REGEX_PARTS.finditer(pattern):
-        if part.start() > end:
-            last = 1
-        end = part.end()
-        match part[0][0]:
-            case "(":
-                groups.append(1)
-                continue
-            case ")" if len(groups) > 1:
-                last = groups.pop()
-            case "{":
-                count = part[3] or part[1]
-                # a number of nine digits is larger than any limit
-                last *= max(1, int(count[:9] or 0))
-            case _:
-                last = 1
-                continue
-        groups[-1] = max(groups[-1], last)
-        largest = max(largest, last)
-    return largest
-
-
-SchemaPath = tuple[str, ...]
-Schema = dict[str, Any]
-
 # The maximum number of characters of a schema. The schemas of many tools take 10 % of it.
 MAX_SCHEMA_LENGTH = 1 << 18
 # The maximum nesting depth of a document. The native parser allows 128 levels, including some that
@@ -87,6 +56,39 @@ _SCHEMA_KEYWORDS = (
 _SCHEMA_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas")
 _DEFINITION_KEYWORDS = ("$defs", "definitions")
+
+_TOO_DEEP = f"it is nested deeper than {MAX_LEVELS} levels"
+
+
+def count_repetitions(pattern: str) -> int:
+    """Returns the largest product of nested bounded repetitions, which is 15 for `((ab){3}c){5}`.
+    `{3,5}` and `{,5}` count as 5, and `{3,}` counts as 3. `*` and `+` do not count."""
+    # the product within each open group, and the product of the last group or item
+    groups, last, largest, end = [1], 1, 1, 0
+    for part in _REGEX_PARTS.finditer(pattern):
+        if part.start() > end:
+            last = 1
+        end = part.end()
+        match part[0][0]:
+            case "(":
+                groups.append(1)
+                continue
+            case ")" if len(groups) > 1:
+                last = groups.pop()
+            case "{":
+                count = part[3] or part[1]
+                # a number of nine digits is larger than any limit
+                last *= max(1, int(count[:9] or 0))
+            case _:
+                last = 1
+                continue
+        groups[-1] = max(groups[-1], last)
+        largest = max(largest, last)
+    return largest
+
+
+SchemaPath = tuple[str, ...]
+Schema = dict[str, Any]
 
 
 class UnsupportedGrammarError(Exception):
@@ -174,9 +176,6 @@ def walk_schemas(document: Schema) -> Iterator[tuple[SchemaPath, Schema]]:
                 todo += [
                     ((*path, key, name), subschema) for name, subschema in mapping[key].items()
                 ]
-
-
-_TOO_DEEP = f"it is nested deeper than {MAX_LEVELS} levels"
 
 
 def _reject_constant(name: str) -> Any:

@@ -46,6 +46,27 @@ _MAX_FILE_BYTES = 4 << 20
 # Metadata that changes whenever the file changes. The inode's change time also covers permissions.
 FileStamp = tuple[int, ...]
 
+KEY_VARIABLE, KEYS_VARIABLE = "MLXRUNNER_API_KEY", "MLXRUNNER_API_KEYS"
+
+# the name of the key in MLXRUNNER_API_KEY, for logs
+ENV_KEY_NAME = "owner"
+
+# Identifies keys of this server, for people and for tools that scan for leaked keys.
+_KEY_PREFIX = "mr-"
+
+# Names appear in logs and metric labels.
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
+
+# RFC 6750, 2.1: the token after "Bearer"
+_TOKEN_PATTERN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
+
+# Sixteen hexadecimal digits have 64 bits, too many for a brute-force attack over a network.
+_MIN_KEY_CHARS = 16
+
+_ENTRY_FIELDS = frozenset(
+    {"name", "sha256", "admin", "comment", "expires", "daily_tokens", "requests_per_minute"}
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
@@ -213,28 +234,6 @@ def _stat_stamp(file: Path) -> FileStamp:
         status.st_ino,
         status.st_dev,
     )
-
-
-KEY_VARIABLE, KEYS_VARIABLE = "MLXRUNNER_API_KEY", "MLXRUNNER_API_KEYS"
-
-# the name of the key in MLXRUNNER_API_KEY, for logs
-ENV_KEY_NAME = "owner"
-
-# Identifies keys of this server, for people and for tools that scan for leaked keys.
-_KEY_PREFIX = "mr-"
-
-# Names appear in logs and metric labels.
-_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}", re.ASCII)
-
-# RFC 6750, 2.1: the token after "Bearer"
-_TOKEN_PATTERN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
-
-# Sixteen hexadecimal digits have 64 bits, too many for a brute-force attack over a network.
-_MIN_KEY_CHARS = 16
-
-_ENTRY_FIELDS = frozenset(
-    {"name", "sha256", "admin", "comment", "expires", "daily_tokens", "requests_per_minute"}
-)
 
 
 def generate_key() -> str:

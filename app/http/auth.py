@@ -18,15 +18,6 @@ from app.core.errors import AppError, ErrorKind
 from app.http.api_keys import ApiKey, Keyring
 from app.http.errors import error_response
 
-
-class AccessLevel(Enum):
-    """The access level that a request requires."""
-
-    PUBLIC = "nothing"
-    KEY = "key"
-    ADMIN = "admin"
-
-
 # All other paths require a key, including unknown ones, so that clients without a key cannot probe
 # for paths. tests/http/test_auth.py compares this table with the routes.
 _PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/v1/status", "/", "/docs", "/openapi.yaml"})
@@ -52,6 +43,14 @@ _KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
 
 # RFC 6750, 3: an error code follows the scheme, unless the client sent no key
 _CHALLENGE = 'Bearer realm="mlxrunner"'
+
+
+class AccessLevel(Enum):
+    """The access level that a request requires."""
+
+    PUBLIC = "nothing"
+    KEY = "key"
+    ADMIN = "admin"
 
 
 def required_access(method: str, path: str) -> AccessLevel:

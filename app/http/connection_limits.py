@@ -23,6 +23,16 @@ log = logging.getLogger(__name__)
 # body size limit, which may have been rejected for its size, can always be discarded.
 _MIN_DISCARD_BYTES = 32 * MEBIBYTE
 
+# The number of seconds between two log lines about the same event.
+_LOG_INTERVAL = 60.0
+
+# File descriptors reserved for other uses: models, child processes, logs.
+_RESERVED_FDS = 256
+
+# The number of closing connections allowed beyond the limit, so that their clients can still read
+# the error response.
+_MAX_CLOSING = 64
+
 
 class EvictableConnection(Protocol):
     """The interface of a connection that can be evicted."""
@@ -94,10 +104,6 @@ class ConnectionLimiter:
             log.warning("rejected %d requests; the last one, from %s: %s", times, address, reason)
 
 
-# The number of seconds between two log lines about the same event.
-_LOG_INTERVAL = 60.0
-
-
 class LogThrottle:
     """Throttles a log message: logs the first occurrence and then at most one line per interval."""
 
@@ -116,13 +122,6 @@ class LogThrottle:
 
 
 Member = TypeVar("Member")
-
-# File descriptors reserved for other uses: models, child processes, logs.
-_RESERVED_FDS = 256
-
-# The number of closing connections allowed beyond the limit, so that their clients can still read
-# the error response.
-_MAX_CLOSING = 64
 
 
 def raise_fd_limit(connections: int) -> int | None:

@@ -13,6 +13,12 @@ from app.core.errors import AppError, ErrorKind
 from app.core.request_context import REQUEST_CONTEXT, ErrorFormat
 from app.http.responses import JsonObject, json_response
 
+# OpenAI's and Anthropic's SDKs retry if its value is "true" and do not if it is "false".
+SHOULD_RETRY_HEADER = "x-should-retry"
+
+# Errors that a retry may resolve. The SDKs respect the Retry-After header sent with these errors.
+RETRYABLE = frozenset({ErrorKind.LOADING, ErrorKind.STOPPING, ErrorKind.BUSY, ErrorKind.OVERLOADED})
+
 
 class ErrorStatus(NamedTuple):
     """The status code of an error kind, and its type and code in OpenAI's error object."""
@@ -44,13 +50,6 @@ ERROR_FORMATS: Mapping[ErrorKind, ErrorStatus] = {
     ErrorKind.ENGINE: ErrorStatus(500, "api_error", "engine_error"),
     ErrorKind.MODEL_FILES: ErrorStatus(500, "api_error", "bad_model_files"),
 }
-
-
-# OpenAI's and Anthropic's SDKs retry if its value is "true" and do not if it is "false".
-SHOULD_RETRY_HEADER = "x-should-retry"
-
-# Errors that a retry may resolve. The SDKs respect the Retry-After header sent with these errors.
-RETRYABLE = frozenset({ErrorKind.LOADING, ErrorKind.STOPPING, ErrorKind.BUSY, ErrorKind.OVERLOADED})
 
 
 def render_error(error: AppError) -> JsonObject:

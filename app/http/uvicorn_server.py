@@ -30,6 +30,17 @@ from app.http.connection import SHUTDOWN_MESSAGE, Connection
 from app.http.connection_limits import ConnectionLimiter
 from app.http.uvicorn_internals import HookedServer, ServerState
 
+log = logging.getLogger(__name__)
+
+# How long clients may take to read the error that ended their response, in seconds.
+_ERROR_DELIVERY_SECONDS = 3.0
+
+# How long the cancellation of requests of disconnected clients may take, in seconds.
+_CANCEL_SECONDS = 1.0
+
+# The number of seconds between two checks for running requests.
+_POLL_SECONDS = 0.05
+
 
 def make_protocol_factory(
     settings: Settings,
@@ -53,18 +64,6 @@ def make_protocol_factory(
 
     # uvicorn accepts any factory, but its type hints require a class
     return cast("type[asyncio.Protocol]", make_protocol)
-
-
-log = logging.getLogger(__name__)
-
-# How long clients may take to read the error that ended their response, in seconds.
-_ERROR_DELIVERY_SECONDS = 3.0
-
-# How long the cancellation of requests of disconnected clients may take, in seconds.
-_CANCEL_SECONDS = 1.0
-
-# The number of seconds between two checks for running requests.
-_POLL_SECONDS = 0.05
 
 
 class UvicornServer(HookedServer):

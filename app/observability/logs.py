@@ -41,6 +41,25 @@ _MAX_QUEUED_RECORDS = 4096
 # The timeout in seconds for writing queued lines when the process exits.
 _FLUSH_TIMEOUT = 1.0
 
+_INDENT = "    "
+
+_ACCESS_LOGGER = "app.access"
+
+# The server logs its own start, shutdown and requests.
+_LIBRARY_LOGGER = "uvicorn"
+
+_SHORT_NAMES: Mapping[str, str] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+
+_LEVEL_COLORS: Mapping[int, Color] = {
+    logging.DEBUG: "dim",
+    logging.WARNING: "yellow",
+    logging.ERROR: "red",
+    logging.CRITICAL: "red",
+}
+
+# finish reasons that need no mention
+_USUAL_REASONS = frozenset({"stop", "tool_calls", "embedded"})
+
 
 class QueuedLogHandler(QueueHandler):
     """Queues lines for a thread that writes them to a file descriptor. Logging never blocks."""
@@ -156,9 +175,6 @@ class _LogWriter(QueueListener):
         except BlockingIOError:  # another process has made this file non-blocking
             select.select([], [self._descriptor], [])
             return 0
-
-
-_INDENT = "    "
 
 
 def configure_logging(settings: Settings) -> None:
@@ -289,24 +305,6 @@ def _render_tracebacks(formatter: logging.Formatter, record: logging.LogRecord) 
     """Returns the lines of the traceback and the stack of a record, indented."""
     lines = "\n".join(_format_tracebacks(formatter, record)).splitlines()
     return [f"{_INDENT}{escape_control_characters(line)}" for line in lines]
-
-
-_ACCESS_LOGGER = "app.access"
-
-# The server logs its own start, shutdown and requests.
-_LIBRARY_LOGGER = "uvicorn"
-
-_SHORT_NAMES: Mapping[str, str] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-
-_LEVEL_COLORS: Mapping[int, Color] = {
-    logging.DEBUG: "dim",
-    logging.WARNING: "yellow",
-    logging.ERROR: "red",
-    logging.CRITICAL: "red",
-}
-
-# finish reasons that need no mention
-_USUAL_REASONS = frozenset({"stop", "tool_calls", "embedded"})
 
 
 def is_shown(record: logging.LogRecord) -> bool:

@@ -24,6 +24,8 @@ from app.core.ports import FailureCause
 from app.core.units import pluralize
 from app.runners.channel import encode_frame
 
+log = logging.getLogger(__name__)
+
 # The maximum length of a line in bytes. The rest of a longer line is dropped.
 _MAX_LINE_BYTES = 2000
 # The number of output lines to keep, and the maximum length of an exit reason in characters.
@@ -50,6 +52,24 @@ _ERROR_MARKERS = (
 
 # The log rate limit: the maximum number of lines per window, and the window length in seconds.
 _LINES_PER_WINDOW, _WINDOW = 100, 10.0
+
+# The directory of the packages `app` and `models`.
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+
+_CHUNK = 1 << 16
+
+# The timeout in seconds for reading the last output.
+_OUTPUT_TIMEOUT = 1.0
+
+# Signals that other processes send. An operator may send any of these. The system sends SIGKILL
+# when it is out of memory.
+EXTERNAL_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ProcessOutput:
@@ -200,17 +220,10 @@ async def _read_stderr(process: Process, stderr: ProcessOutput) -> None:
     deque(stderr.flush(), maxlen=0)
 
 
-# The directory of the packages `app` and `models`.
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-
-
 def build_command(module: str, *arguments: str) -> tuple[str, ...]:
     """Returns the command that runs a module. The option -P keeps the working directory off
     sys.path, because users may start servers in directories with their own `app` package."""
     return (sys.executable, "-P", "-m", module, *arguments)
-
-
-_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
 def request_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
@@ -233,22 +246,6 @@ def build_environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{_PACKAGE_ROOT}{os.pathsep}{known}" if known else str(_PACKAGE_ROOT),
     }
-
-
-log = logging.getLogger(__name__)
-
-_CHUNK = 1 << 16
-
-# The timeout in seconds for reading the last output.
-_OUTPUT_TIMEOUT = 1.0
-
-# Signals that other processes send. An operator may send any of these. The system sends SIGKILL
-# when it is out of memory.
-EXTERNAL_SIGNALS = frozenset(
-    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-)
-
-_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

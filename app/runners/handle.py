@@ -40,6 +40,8 @@ from app.runners.restart_policy import (
 )
 from app.runners.snapshot_refresh import SnapshotRefresh
 
+log = logging.getLogger(__name__)
+
 _COUNTERS = (
     "cached_tokens",
     "prefix_query_tokens",
@@ -53,6 +55,9 @@ _COUNTERS = (
     "image_cache_hits",
     "steps",
 )
+
+# The Retry-After value in seconds if a model did not load in time.
+_LOADING_RETRY_AFTER = 10
 
 
 def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats:
@@ -75,12 +80,6 @@ def accumulate_stats(previous: EngineStats, current: EngineStats) -> EngineStats
 def counters_only(stats: EngineStats) -> EngineStats:
     """Returns the counters of `stats` without the gauges, for an engine that has exited."""
     return accumulate_stats(stats, EngineStats())
-
-
-log = logging.getLogger(__name__)
-
-# The Retry-After value in seconds if a model did not load in time.
-_LOADING_RETRY_AFTER = 10
 
 
 class ModelHandle:

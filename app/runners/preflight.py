@@ -22,6 +22,8 @@ from app.runners.child_process import describe_exit, run_module
 from app.runners.handle import ModelHandle
 from app.runners.restart_policy import RUNNER_CRASHED
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
@@ -96,8 +98,6 @@ def _build_error(
     message = f"{files.path}: the memory that the model needs could not be estimated: {reason}"
     return AppError(kind, message, code=code)
 
-
-log = logging.getLogger(__name__)
 
 ReadFiles = Callable[[ServedModel], Awaitable[ModelFiles]]
 # The arguments are the files, the settings, and the bytes used by the models that are already

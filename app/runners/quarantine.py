@@ -40,6 +40,14 @@ _MAX_RECORDS, _RECORD_TTL = 1000, 3600.0
 
 AnyJob = Job | EmbedJob
 
+# The number of engine steps after which a cancellation has taken effect. It includes the two steps
+# of `Runner.submit`, and completed steps that were not reported yet.
+_STEPS_UNTIL_CANCELLED = 8
+
+# The maximum number of cancelled jobs to track, because they may still be running. It is larger
+# than the number of concurrent jobs.
+_MAX_ABANDONED = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrashRecord:
@@ -120,15 +128,6 @@ def _key(job: AnyJob) -> bytes:
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(array("q", ids).tobytes())
     return digest.digest()
-
-
-# The number of engine steps after which a cancellation has taken effect. It includes the two steps
-# of `Runner.submit`, and completed steps that were not reported yet.
-_STEPS_UNTIL_CANCELLED = 8
-
-# The maximum number of cancelled jobs to track, because they may still be running. It is larger
-# than the number of concurrent jobs.
-_MAX_ABANDONED = 64
 
 
 class RunnerSource(Protocol):

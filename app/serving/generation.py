@@ -45,7 +45,19 @@ from app.text.chat_template import build_tokenizer_info
 from app.text.output import build_token_logprob
 from app.text.prompt import RenderedPrompt
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+# The number of prompt tokens with log probabilities per event. With 20 logprobs per token,
+# serializing an event takes 2 ms.
+_SCORES_PER_EVENT = 128
+
+# the number of characters that take about as much work as one token
+_CHARACTERS_PER_TOKEN_ID = 4
+
+# the number of tokens to log before and after the position of a cache miss
+_LOGGED_CONTEXT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +115,6 @@ async def _merge_several(streams: Sequence[Batches[T]]) -> Batches[T]:
         for listener in listeners:
             listener.cancel()
         await asyncio.gather(*listeners, return_exceptions=True)
-
-
-log = logging.getLogger(__name__)
-
-# The number of prompt tokens with log probabilities per event. With 20 logprobs per token,
-# serializing an event takes 2 ms.
-_SCORES_PER_EVENT = 128
-
-# the number of characters that take about as much work as one token
-_CHARACTERS_PER_TOKEN_ID = 4
-
-# the number of tokens to log before and after the position of a cache miss
-_LOGGED_CONTEXT_TOKENS = 8
 
 
 class Generation:

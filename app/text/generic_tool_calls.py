@@ -27,6 +27,11 @@ from app.text.syntax.marked_calls import parse_marked_call
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import OnText, Reader, Resumable
 
+# text that models write around JSON
+_FENCE_STARTS, _FENCE_END = ("```json\n", "```tool_call\n", "```\n"), "```"
+
+_CALL_EXAMPLE = '{"name": "…", "arguments": {…}}'
+
 
 def inline_tool_calls(
     messages: Sequence[Message],
@@ -56,12 +61,6 @@ def inline_tool_calls(
     if not keep_results:
         return render_tools_as_text(turns, ())
     return list(_merge_turns(turns, "assistant")) if merges_assistant else turns
-
-
-# text that models write around JSON
-_FENCE_STARTS, _FENCE_END = ("```json\n", "```tool_call\n", "```\n"), "```"
-
-_CALL_EXAMPLE = '{"name": "…", "arguments": {…}}'
 
 
 class GenericFamily(ChatFamily):

@@ -15,6 +15,16 @@ from dataclasses import dataclass
 from app.core.errors import AppError, ErrorKind
 from app.text.tokenizer import Tokenizer
 
+# The tokens that end the middle, which may differ from the end-of-turn tokens. The last four would
+# start another file. llama.cpp has the same list.
+_FIM_STOP_TOKENS = (
+    *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
+    *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+)
+
+# a rare character that does not merge with the following text
+_BOUNDARY = "\u263a"
+
 
 @dataclass(frozen=True, slots=True)
 class _FimFormat:
@@ -25,16 +35,6 @@ class _FimFormat:
     suffix: str
     middle: str | None
 
-
-# The tokens that end the middle, which may differ from the end-of-turn tokens. The last four would
-# start another file. llama.cpp has the same list.
-_FIM_STOP_TOKENS = (
-    *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>"),
-    *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
-)
-
-# a rare character that does not merge with the following text
-_BOUNDARY = "\u263a"
 
 _FIM_FORMATS = (
     _FimFormat("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),

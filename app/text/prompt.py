@@ -60,6 +60,11 @@ _OFF_EFFORTS = ("none",)
 
 _VERBOSITY_VARIABLE, DEFAULT_VERBOSITY = "verbosity", "medium"
 
+NONE_EFFORT = re.compile(r"""(['"])none\1""")
+
+# replacements for the highest efforts, for templates that do not support them
+_TOP_EFFORTS, _HIGH_EFFORT = ("xhigh", "max"), "high"
+
 
 def build_thinking_kwargs(
     thinking: ReasoningOptions,
@@ -162,13 +167,6 @@ def check_thinking_budget(thinking: ReasoningOptions, *, supports_reasoning: boo
         param = thinking.budget_param
         message = f"this model does not support reasoning: omit {param}"
         raise AppError(ErrorKind.INVALID, message, param=param)
-
-
-NONE_EFFORT = re.compile(r"""(['"])none\1""")
-
-
-# replacements for the highest efforts, for templates that do not support them
-_TOP_EFFORTS, _HIGH_EFFORT = ("xhigh", "max"), "high"
 
 
 def fit_reasoning(

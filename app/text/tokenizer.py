@@ -27,6 +27,26 @@ from app.text.tokenizer_expansion import ExpansionFactors
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
+# the maximum number of tokens whose bytes are cached (100 bytes each)
+_TOKEN_BYTES_CACHE_SIZE = 1 << 15
+
+# Limits on the normalized size of a text. The library needs up to a hundred times as much memory.
+# The first limit is the total size in bytes, and the second is an expansion factor that is always
+# accepted. Only texts that the tokenizer could expand further are measured, in chunks.
+_MAX_NORMALIZED_BYTES, _MAX_EXPANSION = 16 << 20, 16
+_NORMALIZER_CHUNK_BYTES = 4 << 20
+
+# the maximum number of bytes of one character
+_MAX_CHARACTER_BYTES = 4
+
+# the number of characters to search for the next token
+_MAX_SPACES = 8
+
+# the maximum length of a library error in an error message, in characters
+_MAX_REASON_LENGTH = 200
+
+_BROKEN_MESSAGE = "this model's tokenizer is broken"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteDecoder:
@@ -96,25 +116,6 @@ def _build_byte_alphabet() -> Mapping[str, int]:
         **{chr(byte): byte for byte in own},
         **{chr(256 + index): byte for index, byte in enumerate(remaining)},
     }
-
-
-# the maximum number of tokens whose bytes are cached (100 bytes each)
-_TOKEN_BYTES_CACHE_SIZE = 1 << 15
-
-# Limits on the normalized size of a text. The library needs up to a hundred times as much memory.
-# The first limit is the total size in bytes, and the second is an expansion factor that is always
-# accepted. Only texts that the tokenizer could expand further are measured, in chunks.
-_MAX_NORMALIZED_BYTES, _MAX_EXPANSION = 16 << 20, 16
-_NORMALIZER_CHUNK_BYTES = 4 << 20
-
-# the maximum number of bytes of one character
-_MAX_CHARACTER_BYTES = 4
-
-# the number of characters to search for the next token
-_MAX_SPACES = 8
-
-# the maximum length of a library error in an error message, in characters
-_MAX_REASON_LENGTH = 200
 
 
 class Tokenizer:
@@ -420,7 +421,6 @@ class _LibraryErrorGuard:
             raise AppError(self._kind, f"{self._what}: {reason}") from error
 
 
-_BROKEN_MESSAGE = "this model's tokenizer is broken"
 # created once, because it is used for each output token
 _BROKEN_GUARD = _LibraryErrorGuard(ErrorKind.MODEL_FILES, _BROKEN_MESSAGE)
 

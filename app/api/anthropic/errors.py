@@ -20,6 +20,12 @@ VERSION_HEADER = "anthropic-version"
 # the error code for a request with a `thread`; the SDK's tool runner then sends whole conversations
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 
+# Claude Code requests models by Anthropic's names unless these variables are set.
+_MODEL_VARIABLES = (
+    "Claude Code takes its models from ANTHROPIC_MODEL, ANTHROPIC_DEFAULT_OPUS_MODEL, "
+    "ANTHROPIC_DEFAULT_SONNET_MODEL, ANTHROPIC_DEFAULT_HAIKU_MODEL and CLAUDE_CODE_SUBAGENT_MODEL"
+)
+
 
 class ErrorType(NamedTuple):
     """The status code of an error kind, and its type in the error object."""
@@ -47,12 +53,6 @@ ERROR_TYPES: Mapping[ErrorKind, ErrorType] = {
     ErrorKind.ENGINE: ErrorType(500, "api_error"),
     ErrorKind.MODEL_FILES: ErrorType(500, "api_error"),
 }
-
-# Claude Code requests models by Anthropic's names unless these variables are set.
-_MODEL_VARIABLES = (
-    "Claude Code takes its models from ANTHROPIC_MODEL, ANTHROPIC_DEFAULT_OPUS_MODEL, "
-    "ANTHROPIC_DEFAULT_SONNET_MODEL, ANTHROPIC_DEFAULT_HAIKU_MODEL and CLAUDE_CODE_SUBAGENT_MODEL"
-)
 
 
 def render_messages_error(error: AppError, request_id: str) -> JsonObject:

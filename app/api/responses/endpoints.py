@@ -53,6 +53,8 @@ MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 
 Order = Literal["asc", "desc"]
 
+RESPONSE_PATH = "/v1/responses/{response_id}"
+
 
 def paginate_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> JsonObject:
     """Returns a page of items. `items` must be in the order of the conversation. The newest item
@@ -96,9 +98,6 @@ def _find_index(items: Sequence[JsonObject], id_: str) -> int:
     raise invalid_request(
         "after", f"after must be the ID of an item of this response, not {quote_value(id_)}"
     )
-
-
-RESPONSE_PATH = "/v1/responses/{response_id}"
 
 
 def routes(

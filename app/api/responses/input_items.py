@@ -34,6 +34,15 @@ from app.core.images import ContentPart, PlacedImage, join_parts, split_parts
 from app.core.requests import Message, ToolCall
 from app.http.responses import JsonObject
 
+_OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
+
+_INPUT_PARTS = ("input_text", "input_image", "input_file", "input_audio")
+_OUTPUT_PARTS = ("output_text", "refusal", "input_text")
+_ATTACHMENTS: Mapping[str, AttachmentKind] = {
+    "input_file": "file",
+    "input_audio": "audio",
+}
+
 
 @dataclass(slots=True)
 class _AssistantTurn:
@@ -149,15 +158,6 @@ def _read_part(part: JsonObject, path: str, *, omit: bool) -> ContentPart:
         return refuse_image_file(path, "file_id", omit=omit)
     return read_image_url(part["image_url"], path, detail=part["detail"], omit=omit)
 
-
-_OUTPUT_TYPES = ("function_call_output", "custom_tool_call_output")
-
-_INPUT_PARTS = ("input_text", "input_image", "input_file", "input_audio")
-_OUTPUT_PARTS = ("output_text", "refusal", "input_text")
-_ATTACHMENTS: Mapping[str, AttachmentKind] = {
-    "input_file": "file",
-    "input_audio": "audio",
-}
 
 ItemLookup = Callable[[str], JsonObject | None]
 """Returns a stored item by its ID, or None if it is not stored."""

@@ -56,8 +56,19 @@ from app.runners.ranks.rendezvous import (
     join_rank_group,
 )
 
+log = logging.getLogger(__name__)
+
 # The timeout in seconds for identifying the lost rank after a failed step.
 _FAILURE_TIMEOUT = 2.0
+
+# The timeouts in seconds for all followers to connect, and for each of them to send its hello.
+_RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
+
+# The additional timeout in seconds for followers to compile a grammar.
+_COMPILE_TIMEOUT = 20.0
+
+# The timeout in seconds for the process to exit after a rank was lost.
+_EXIT_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,18 +292,6 @@ class LeaderLoop:
 
     def check(self) -> None:
         self._loop.check()
-
-
-log = logging.getLogger(__name__)
-
-# The timeouts in seconds for all followers to connect, and for each of them to send its hello.
-_RENDEZVOUS_TIMEOUT, _HELLO_TIMEOUT = 60.0, 5.0
-
-# The additional timeout in seconds for followers to compile a grammar.
-_COMPILE_TIMEOUT = 20.0
-
-# The timeout in seconds for the process to exit after a rank was lost.
-_EXIT_TIMEOUT = 10.0
 
 
 def gather_ranks(launch: Launch, files: ModelFiles, settings: Settings) -> RankGroup:
