@@ -124,7 +124,7 @@ class RequestSpan:
         self._started_ns = time.time_ns()
         self._started_monotonic_ns = time.monotonic_ns()
         self._loaded_ns = self._started_ns
-        self._loading = self._has_output = False
+        self._loading = False
         self._error: str | None = None
         self._reasons: list[str] = []
         self._prompt_tokens: dict[int, tuple[int, int]] = {}
