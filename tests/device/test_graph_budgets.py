@@ -1,8 +1,8 @@
 """Budgets of graph nodes, kernel launches and host waits, on the path that a GPU takes.
 
 The graphs are built here with one stub per fused function of MLX (tests/device/gpu_stubs.py), and
-counted before they are evaluated. Rows share slabs (`--kv-layout slab`). A budget is the figure of
-today, or the target of the issue where it is reached. A change that exceeds a budget makes every
+counted before they are evaluated. Rows share slabs (`--kv-layout slab`). A budget is the current
+figure, or the target where it is reached. A change that exceeds a budget makes every
 step on a GPU slower; one that stays below it should lower the budget.
 docs/gpu.md lists the figures and the targets.
 """
@@ -96,7 +96,7 @@ def decode(
     raise AssertionError("the sequences never decoded together")
 
 
-# (rows, nodes, launches). The targets of the issue are 900, 1170 and 1170 nodes, counted with 49
+# (rows, nodes, launches). The targets are 900, 1170 and 1170 nodes, counted with 49
 # more nodes for the conversion of embeddings, which is one kernel on a GPU.
 DECODE_BUDGETS = [(1, 836, 547), (8, 954, 549), (32, 954, 549)]
 

@@ -20,7 +20,7 @@ from tests.models.kernel_switch import use_kernels
 
 LAYERS = 4
 
-# The nodes that sampling adds to a greedy step. The issue requires 40.
+# The nodes that sampling adds to a greedy step. The target is 40.
 SAMPLINGS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "temperature": ({"temperature": 1.0}, 11),
     "top_k and top_p": ({"temperature": 0.7, "top_k": 20, "top_p": 0.8}, 38),
@@ -72,7 +72,7 @@ def count(loop: Loop) -> GraphCounts:
 
 @pytest.mark.exhaustive
 def test_eight_rows_of_28_layers_have_few_more_nodes_than_one() -> None:
-    """The issue requires 1.3 times as many."""
+    """The target is 1.3 times as many."""
     model = models.build_model(models.DENSE)
     alone, together = (count(start(model, list(range(64, 64 + rows)))) for rows in (1, 8))
     assert together.nodes <= 1.15 * alone.nodes, together.by_name

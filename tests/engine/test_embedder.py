@@ -317,7 +317,7 @@ def test_the_ledger_is_never_overdrawn(model: Model, data: st.DataObject) -> Non
 
 
 def test_a_failing_input_ends_only_its_own_job() -> None:
-    """The culprit in a shared pass is unknown, so each job is retried alone."""
+    """The job that fails a shared pass is unknown, so each job is retried alone."""
     inner = tiny_model()
     model = RecordingModel(inner)
     loop = make_loop(model, chunk=64)

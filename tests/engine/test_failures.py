@@ -147,7 +147,7 @@ def test_an_error_in_the_prefix_cache_ends_only_its_request(
 def test_a_failed_eviction_ends_only_the_request_that_needed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The loop does not repeat a failing step for ever."""
+    """The loop does not repeat a failing step forever."""
     model = tiny_model()
     sequence_bytes = make_loop(model, context=256).capacity.kv_bytes_per_sequence
     loop = make_loop(model, running=2, policy="radix", context=256, budget=2 * sequence_bytes)

@@ -82,7 +82,7 @@ def test_a_smaller_allocation_comes_before_an_eviction():
 
 
 def test_an_allocation_leaves_memory_for_evicted_models():
-    """Otherwise two models that fit together would evict each other for ever."""
+    """Otherwise two models that fit together would evict each other forever."""
     decided = decide(load_request("b", 4, 9), under=limits(10, None, 5))
     assert decided.actions == (Load(name="b", allocation=5),)
     decided = decide(load_request("b", 4, 9), under=limits(10, None, 8, 5))
@@ -575,7 +575,7 @@ def test_every_request_is_served_or_rejected_while_others_are_busy(
     simulation: Simulation, history: list[tuple[str, str]], duration: int
 ):
     """All models get new requests all the time, and each request holds its model for `duration`
-    rounds: earlier requests are not overtaken for ever."""
+    rounds: earlier requests are not overtaken forever."""
     for event, name in history:
         simulation.apply(event, name)
     before = simulation.now

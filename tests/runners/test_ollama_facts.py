@@ -131,7 +131,7 @@ def test_two_names_of_one_model_are_two_models():
 
 @pytest.mark.parametrize(("keep_alive", "stays"), [(0.0, False), (math.inf, True), (300.0, True)])
 def test_keep_alive_is_zero_or_seconds_or_for_ever(keep_alive: float, stays: bool):
-    """0 unloads when idle, a negative number (infinity, behind the dialects) is for ever."""
+    """0 unloads when idle, a negative number (infinity, behind the dialects) is forever."""
 
     async def body() -> None:
         script = make_script(a=4)
@@ -239,7 +239,7 @@ def test_the_least_recently_used_model_is_evicted():
 
 def test_a_draining_model_serves_only_its_running_requests():
     """A busy victim's duration becomes 0, and its requests are waited for; new ones are still
-    admitted, so the other load may wait for ever. mlxrunner: new ones wait, once all earlier
+    admitted, so the other load may wait forever. mlxrunner: new ones wait, once all earlier
     requests have ended (`app.runners.eviction`)."""
 
     async def body() -> None:

@@ -491,7 +491,7 @@ async def give_up(pool: ModelPool, model: ServedModel) -> None:
 
 
 def test_a_client_with_retry_after_keeps_its_place_and_finds_its_model():
-    """Otherwise each retry would queue behind all other requests, possibly for ever."""
+    """Otherwise each retry would queue behind all other requests, possibly forever."""
 
     async def body() -> None:
         script = RunnerScript(requirements={name: make_requirement(8) for name in "abc"})
