@@ -10,8 +10,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from app.commands.servers import (
 from app.config.options import KEY_VARIABLE
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
+from app.core.runtime import handle_signals
 from app.core.settings import Settings
 from app.core.terminal import print_message
 from app.store.model_names import ModelNotFoundError
@@ -183,23 +184,13 @@ def _check_context(endpoint: Endpoint | None, program: str) -> None:
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs the program in the foreground and returns its exit status."""
-    with subprocess.Popen(command, env={**environment}) as process, _forward_signals(process):
-        status = process.wait()
+    with subprocess.Popen(command, env={**environment}) as process:
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            # Ctrl-C also reaches the program, which is in the same process group
+            if number != signal.SIGINT:
+                process.send_signal(number)
+
+        with handle_signals(_SIGNALS, forward):
+            status = process.wait()
     return status if status >= 0 else 128 - status
-
-
-@contextmanager
-def _forward_signals(process: "subprocess.Popen[bytes]") -> Generator[None]:
-    """Leaves Ctrl-C to the program, which is in the same process group and decides whether to end.
-    Forwards the other signals, which only this process receives."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:
-            process.send_signal(number)
-
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

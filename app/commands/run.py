@@ -8,8 +8,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -21,6 +20,7 @@ from app.commands.chat_engine import ChatEngine
 from app.commands.servers import find_configured
 from app.config.precedence import ResolvedConfig
 from app.core.errors import AppError, ErrorKind
+from app.core.runtime import handle_signals
 from app.core.settings import ModelSettings, Settings
 from app.store.model_names import ModelNotFoundError
 
@@ -63,7 +63,7 @@ def run(options: RunOptions, configuration: ResolvedConfig) -> int:
             "chat needs a terminal",
         )
     chat_options = _make_chat_options(options, configuration)
-    with _exit_on_signals(), ChatEngine(configuration) as engine:
+    with handle_signals(_SIGNALS, _exit), ChatEngine(configuration) as engine:
         chosen = _choose_model(model, settings)
         try:
             endpoint = engine.connect(chosen)
@@ -138,17 +138,7 @@ def _make_chat_options(options: RunOptions, configuration: ResolvedConfig) -> Ch
     )
 
 
-@contextmanager
-def _exit_on_signals() -> Generator[None]:
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
     """Exits after SIGTERM and SIGHUP as after an error, so that the own server stops and temporary
     files are deleted."""
-
-    def handle(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    raise SystemExit(128 + number)

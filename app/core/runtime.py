@@ -1,5 +1,5 @@
-"""Settings of a process: the interpreter's switch interval, its garbage collector, the memory that
-the C library retains.
+"""Settings of a process: the interpreter's switch interval, its garbage collector, its handlers of
+signals, the memory that the C library retains.
 
 Knows: the GIL, the collector, glibc. Must not know: the threads, which objects are long-lived.
 
@@ -14,9 +14,11 @@ objects.
 
 import ctypes
 import gc
+import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 # Building a decode step, parsing a long request and rendering a slow template hold the GIL for
@@ -39,6 +41,19 @@ def shorten_switch_interval() -> None:
     """Shortens the switch interval. Call it in every process that runs an event loop and other
     threads."""
     sys.setswitchinterval(SWITCH_INTERVAL)
+
+
+@contextmanager
+def handle_signals(
+    numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
+) -> Generator[None]:
+    """Handles these signals while the context is active. Call it on the main thread."""
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
