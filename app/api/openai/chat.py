@@ -17,7 +17,6 @@ from app.api.openai.output import (
     ChunkEncoder,
     Completion,
     CompletionMetadata,
-    TokenBuffer,
     ToolCallOutput,
     render_body,
     render_stop_reason,
@@ -33,15 +32,12 @@ class ChatChunkEncoder(ChunkEncoder):
 
     def __init__(self, metadata: CompletionMetadata) -> None:
         super().__init__(metadata, "chat.completion.chunk")
-        self._buffers: dict[int, TokenBuffer] = {}
-        self._begun: set[int] = set()  # choices whose role was already sent
         self._prompt_ids_sent = False
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
         choice = event.choice
         match event:
             case TextDelta():
-                self._buffers.setdefault(choice, TokenBuffer()).add(event)
                 return [self._choice(choice, {"content": event.text})] if event.text else []
             case ReasoningDelta():
                 return [self._choice(choice, _reasoning_fields(event.text, self.metadata))]
@@ -54,9 +50,6 @@ class ChatChunkEncoder(ChunkEncoder):
                 assert_never(event)
 
     def begin_choice(self, choice: int) -> list[JsonObject]:
-        if choice in self._begun:
-            return []
-        self._begun.add(choice)
         begin = _delta_choice(choice, {**ROLE, "content": ""})
         return [begin | {"token_ids": list[int]()} if self.metadata.return_token_ids else begin]
 
@@ -72,10 +65,13 @@ class ChatChunkEncoder(ChunkEncoder):
         return {"prompt_token_ids": self.prompt_ids[0]}
 
     def _choice(self, choice: int, delta: JsonObject) -> JsonObject:
-        buffered = self._buffers.get(choice, TokenBuffer()).take()
-        logprobs = render_chat_logprobs(buffered.logprobs) if buffered.logprobs else None
-        ids = {"token_ids": buffered.ids} if self.metadata.return_token_ids else {}
-        return _delta_choice(choice, delta) | {"logprobs": logprobs} | ids
+        entry = _delta_choice(choice, delta)
+        tokens = self.tokens.pop(choice, None)
+        if tokens is not None and tokens.logprobs:
+            entry["logprobs"] = render_chat_logprobs(tokens.logprobs)
+        if self.metadata.return_token_ids:
+            entry["token_ids"] = [] if tokens is None else tokens.ids
+        return entry
 
 
 def _delta_choice(choice: int, delta: JsonObject) -> JsonObject:

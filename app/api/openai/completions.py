@@ -28,14 +28,12 @@ class CompletionChunkEncoder(ChunkEncoder):
 
     def __init__(self, metadata: CompletionMetadata) -> None:
         super().__init__(metadata, OBJECT_TYPE)
-        self._buffers: dict[int, TokenBuffer] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._prompt_ids_sent: set[int] = set()  # choices whose prompt token IDs were already sent
 
     def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
         # a prompt without a chat template produces only text
         assert isinstance(event, TextDelta)
-        self._buffers.setdefault(event.choice, TokenBuffer()).add(event)
         return [self._choice(event.choice, event.text)] if event.text else []
 
     def finish_choice(self, event: Finish) -> JsonObject:
@@ -43,15 +41,15 @@ class CompletionChunkEncoder(ChunkEncoder):
         return choice | {"finish_reason": event.reason, "stop_reason": render_stop_reason(event)}
 
     def _choice(self, choice: int, text: str) -> JsonObject:
-        buffered = self._buffers.get(choice, TokenBuffer()).take()
+        tokens = self.tokens.pop(choice, None) or TokenBuffer()
         columns = self._logprobs.setdefault(choice, CompletionLogprobs())
         return {
             "index": choice,
             "text": text,
-            "logprobs": columns.render(buffered.logprobs) if buffered.logprobs else None,
+            "logprobs": columns.render(tokens.logprobs) if tokens.logprobs else None,
             "finish_reason": None,
             **(
-                {"token_ids": buffered.ids, **self._prompt_ids(choice)}
+                {"token_ids": tokens.ids, **self._prompt_ids(choice)}
                 if self.metadata.return_token_ids
                 else {}
             ),

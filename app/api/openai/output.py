@@ -8,7 +8,7 @@ Must not know: the format of a choice, the request, except for the fields that a
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,7 +178,10 @@ class ChunkEncoder(CommentedStream):
     def __init__(self, metadata: CompletionMetadata, kind: str) -> None:
         self.metadata = metadata
         self.prompt_ids: dict[int, Sequence[int]] = {}  # maps prompt index to token IDs
-        self._kind = kind
+        # of the tokens for the next chunk of a choice, if the request asks for them
+        self.tokens: defaultdict[int, TokenBuffer] = defaultdict(TokenBuffer)
+        self._base_fields = render_base_fields(metadata, kind)
+        self._begun: set[int] = set()  # choices that have a chunk
         self._totals = UsageTotals()
         self._sampled_tokens: Counter[int] = Counter()  # maps choice to number of tokens
         self._cached_tokens: dict[int, int] = {}  # maps prompt index to number of tokens
@@ -189,7 +192,7 @@ class ChunkEncoder(CommentedStream):
         raise NotImplementedError
 
     def begin_choice(self, choice: int) -> list[JsonObject]:
-        """Returns the `choices` entries that precede the first output of a choice, once."""
+        """Returns the `choices` entries that precede the first output of a choice."""
         return []
 
     def finish_choice(self, event: Finish) -> JsonObject:
@@ -224,11 +227,16 @@ class ChunkEncoder(CommentedStream):
                     counters = self._totals.render_counters() | render_verbose(self.metadata)
                 return begin + self._encode_chunk([self.finish_choice(event)], counters)
             case _:
+                if isinstance(event, TextDelta) and (event.logprobs or event.token_ids):
+                    self.tokens[event.choice].add(event)
                 deltas = self.delta_choices(event)
-                begin = self._begin(event.choice) if deltas else b""
+                is_first = bool(deltas) and event.choice not in self._begun
+                frames = self._begin(event.choice) if is_first else b""
                 if isinstance(event, TextDelta):
                     self._sampled_tokens[event.choice] += len(event.token_ids)
-                return begin + b"".join(self._encode_chunk([choice], {}) for choice in deltas)
+                for choice in deltas:
+                    frames += self._encode_chunk([choice], {})
+                return frames
 
     def end(self) -> bytes:
         assert self._all_finished, "a response ended without Finish"
@@ -246,11 +254,14 @@ class ChunkEncoder(CommentedStream):
         return self._totals.finished == self.metadata.num_prompts * self.metadata.best_of
 
     def _begin(self, choice: int) -> bytes:
+        if choice in self._begun:
+            return b""
+        self._begun.add(choice)
         return b"".join(self._encode_chunk([each], {}) for each in self.begin_choice(choice))
 
     def _encode_chunk(self, choices: list[JsonObject], extra: JsonObject) -> bytes:
         chunk = {
-            **render_base_fields(self.metadata, self._kind),
+            **self._base_fields,
             **self.extra_fields(),
             "choices": choices,
         }
@@ -275,8 +286,8 @@ class ChunkEncoder(CommentedStream):
 
 @dataclass(slots=True)
 class TokenBuffer:
-    """The log probabilities and IDs of tokens for the next chunk of a choice. The text of these
-    tokens is incomplete or not part of the response."""
+    """The log probabilities and IDs of tokens. The text of those for the next chunk of a choice is
+    incomplete or not part of the response."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     ids: list[int] = field(default_factory=list[int])
@@ -284,11 +295,6 @@ class TokenBuffer:
     def add(self, event: TextDelta) -> None:
         self.logprobs += event.logprobs
         self.ids += event.token_ids
-
-    def take(self) -> "TokenBuffer":
-        taken = TokenBuffer(self.logprobs, self.ids)
-        self.logprobs, self.ids = [], []
-        return taken
 
 
 # Non-streaming responses
