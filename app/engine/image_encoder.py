@@ -83,11 +83,15 @@ class ImageEncoder:
     @property
     def has_work(self) -> bool:
         """Whether the next step can encode."""
+        if self._tower is None:  # no sequence has images
+            return False
         return self._current is not None or self._next_pixels() is not None
 
     def prepare(self) -> None:
         """Gives each sequence the features that its next chunk needs, if they are cached, and
         requests pixels for the others. Called before chunks are planned."""
+        if self._tower is None:
+            return
         self.waiting_for_memory = False
         for sequence in self._scheduler.running:
             sequence.release_unneeded_features()
