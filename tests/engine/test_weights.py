@@ -162,8 +162,8 @@ def test_a_quantized_model_keeps_no_original_weights(tmp_path: Path, bits: Any) 
     read_weights(model, files.path, ignore_progress)
     gc.collect()
     expected = sum(array.nbytes for array in list_parameters(model))
-    # the allocator rounds some arrays up to whole pages
-    assert expected <= mx.get_active_memory() - before <= expected + 32768
+    # the allocator rounds some arrays up to whole pages, and panels begin at a cache line
+    assert expected <= mx.get_active_memory() - before <= expected + 65536
     assert expected < sum(array.nbytes for array in tiny.weights(config).values()) / 2
 
 
@@ -244,10 +244,10 @@ SMALL = {
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_at_most_one_weight_is_held_twice(tmp_path: Path, bits: int | None) -> None:
-    """In float32, which is repacked on a CPU, and quantized. `make bench ARGS=loading` measures it
-    with 1 GB."""
+    """In float32, which is repacked on a CPU, and quantized, in which case it is also held in its
+    quantized form before it is repacked. `make bench ARGS=loading` measures it with 1 GB."""
     folder = loading.write(tmp_path / "model", mx.float32, SMALL)
-    largest = 4 * SMALL["vocab_size"] * SMALL["hidden_size"]
+    largest = (32 + (bits or 0)) * SMALL["vocab_size"] * SMALL["hidden_size"] // 8
     found = loading.measure(folder, bits)
     assert found["weights"] < sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert found["mlx"] <= found["weights"] + largest + (1 << 20)
