@@ -219,6 +219,11 @@ def read_config(file: GGUFFile) -> Config:
     missing or invalid key, with its name."""
     metadata = Metadata(file)
     kind = file.metadata.get("general.type", "model")
+    if kind == "mmproj" or metadata.architecture == "clip":
+        raise GGUFError(
+            f"{file.path} is the vision tower of a model: serve the text model, which finds it in "
+            "the same folder"
+        )
     if kind != "model":
         raise GGUFError(f"{file.path} is a GGUF file of type {kind!r}, not a language model")
     architecture = find_architecture(metadata)
@@ -429,6 +434,34 @@ def _read_qwen3_moe(metadata: Metadata) -> Config:
     }
 
 
+def _read_qwen_vl(model_type: str) -> Callable[[Metadata], Config]:
+    """Returns a function for the text models of Qwen2-VL to Qwen3-VL."""
+    return lambda metadata: {**_plain(model_type)(metadata), **_read_image_axes(metadata)}
+
+
+def _read_qwen3_vl_moe(metadata: Metadata) -> Config:
+    return {
+        **_read_qwen3_moe(metadata),
+        "model_type": "qwen3_vl_moe_text",
+        **_read_image_axes(metadata),
+    }
+
+
+def _read_image_axes(metadata: Metadata) -> Config:
+    """Returns rope_scaling with the number of frequencies of each axis of M-RoPE, which matters for
+    images only, if the file has them."""
+    if not metadata.has("rope.dimension_sections"):
+        return {}
+    scaling = _read_rope_scaling(metadata) or {"rope_type": "default"}
+    # a fourth axis is always empty
+    return {
+        "rope_scaling": {
+            **scaling,
+            "mrope_section": metadata.integers("rope.dimension_sections", 3),
+        }
+    }
+
+
 def _read_gated_delta(metadata: Metadata) -> Config:
     """Qwen3-Next and Qwen3.5. The projections of a Qwen3-Next are stored separately, as those of a
     Qwen3.5, of which it is a special case."""
@@ -453,6 +486,7 @@ def _read_gated_delta(metadata: Metadata) -> Config:
         "full_attention_interval": metadata.integer("full_attention_interval", 4),
         "partial_rotary_factor": rotated / size,
         "attention_bias": _has_bias(metadata, "attn_q"),
+        **_read_image_axes(metadata),
     }
     if metadata.integer("expert_count", 0):
         config |= {
@@ -816,8 +850,11 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(
         read_config=_read_qwen2_moe, names={**_EXPERT_NAMES, **_SHARED_EXPERT_NAMES}
     ),
+    "qwen2vl": Architecture(read_config=_read_qwen_vl("qwen2_5_vl_text")),
     "qwen3": Architecture(read_config=_plain("qwen3")),
     "qwen3moe": Architecture(read_config=_read_qwen3_moe, names=_EXPERT_NAMES),
+    "qwen3vl": Architecture(read_config=_read_qwen_vl("qwen3_vl_text")),
+    "qwen3vlmoe": Architecture(read_config=_read_qwen3_vl_moe, names=_EXPERT_NAMES),
     **{
         name: Architecture(
             read_config=_read_gated_delta,

@@ -24,9 +24,14 @@ ARCHITECTURES: Mapping[str, str] = {
     "ministral3": "mistral3",
     "smollm3": "smollm3",
     "qwen2": "qwen2",
+    "qwen2_5_vl": "qwen2vl",
+    "qwen2_5_vl_text": "qwen2vl",
+    "qwen2_vl_text": "qwen2vl",
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "qwen3_vl_text": "qwen3vl",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
     "qwen3_next": "qwen3next",
     "qwen3_5": "qwen35",
     "qwen3_5_text": "qwen35",
@@ -301,6 +306,8 @@ def _add_experts(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
 def _add_rope(writer: gguf.GGUFWriter, config: Config) -> None:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

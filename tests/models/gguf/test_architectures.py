@@ -142,7 +142,8 @@ def select_cases() -> list[Case]:
     for case in cases():
         config = {**case.config, **CHANGED.get(case.id, {})}
         kind = get_text_config(config)["model_type"]
-        if kind not in ARCHITECTURES or ("text_config" in config and "moe" not in kind):
+        has_parts = "text_config" in config and "moe" not in kind and "_vl" not in kind
+        if kind not in ARCHITECTURES or has_parts:
             continue
         if case.id in UNREPRESENTABLE and case.id not in CHANGED:
             continue
