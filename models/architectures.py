@@ -46,6 +46,10 @@ class TensorError(ModelError):
         self.tensors = tuple(names)
 
 
+class TowerError(ModelError):
+    """The vision tower of a multimodal checkpoint is invalid. Its text model may be valid."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The properties of a model that a server needs before it builds the model. context_length: the
@@ -91,7 +95,8 @@ def build(
     models/vision/ supports it and the checkpoint contains it. processor: preprocessor_config.json.
 
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
-    for a tensor that is missing, unexpected, or has a wrong shape or type.
+    for a tensor that is missing, unexpected, or has a wrong shape or type; if it is one of the
+    vision tower, TowerError.
     """
     whole, config = config, get_text_config(config)
     check_quant_method(config)
@@ -113,23 +118,30 @@ def build(
         if packed:
             raise ModelError("the weights are already quantized and cannot be quantized again")
         quantize_model(model, bits)
-    model.vision = _build_tower(whole, named, processor) if vision else None
+    model.vision = _build_tower(whole, named, processor, blocks) if vision else None
     model.eval()
     model.conversion = conversion
     return model
 
 
 def _build_tower(
-    config: Mapping[str, Any], weights: Mapping[str, mx.array], processor: Mapping[str, Any] | None
+    config: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+    processor: Mapping[str, Any] | None,
+    blocks: Sequence[StoredBlocks],
 ) -> VisionTower | None:
-    built = build_tower(config, get_vision_weights(weights), processor)
-    if built is None:
-        return None
-    tower, tensors = built
     try:
+        built = build_tower(config, get_vision_weights(weights), processor)
+        if built is None:
+            return None
+        tower, tensors = built
+        if kernels.ops() is not None:
+            replace_with_gguf_layers(tower, tensors, blocks)
         _load_tensors(tower, tensors)
     except TensorError as error:
-        raise TensorError(f"the vision tower: {error}", error.tensors) from error
+        raise TowerError(f"the vision tower: {error}") from error
+    except ModelError as error:
+        raise TowerError(str(error)) from error
     return tower
 
 

@@ -1,7 +1,7 @@
 """A model that was trained to see: the answers over HTTP are those of transformers.
 
 Each prompt is asked alone, with cached prefixes, streamed and in a batch. All must name the colors
-of their own images, in order.
+of their own images, in order. The same model in GGUF, with a projector, gives the same answers.
 """
 
 import base64
@@ -16,7 +16,9 @@ import openai
 import pytest
 
 from tests.colors_model.drawings import draw_named, encode_png
+from tests.models.gguf.converter import Types
 from tests.server_process import TIMEOUT, ServerProcess, run_server
+from tests.store.gguf.converted import convert_folder
 
 FOLDER = Path(__file__).parent / "colors_model"
 REFERENCE: list[dict[str, Any]] = json.loads((FOLDER / "reference.json").read_text())
@@ -31,6 +33,15 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture
 def client(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def gguf_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The weights are bfloat16 in both formats."""
+    folder = tmp_path_factory.mktemp("gguf")
+    path = convert_folder(FOLDER / "model", folder, quantize=lambda name: Types.BF16)
+    with run_server(str(path), "--parallel", "8") as running:
+        yield running.wait_until_ready()
 
 
 def make_messages(colors: list[str]) -> Any:
@@ -60,6 +71,16 @@ def test_every_answer_is_that_of_transformers(client: openai.OpenAI) -> None:
         assert found.choices[0].message.content == one["answer"] == ", ".join(one["colors"])
         assert found.usage.prompt_tokens == one["prompt_tokens"]
         assert stream(client, one["colors"]) == one["answer"]
+
+
+def test_the_model_in_gguf_gives_the_same_answers(gguf_server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"{gguf_server.url}/v1", api_key="none", max_retries=0)
+    for one in REFERENCE:
+        found = ask(client, one["colors"])
+        assert found.choices[0].message.content == one["answer"]
+        assert found.usage.prompt_tokens == one["prompt_tokens"]
+    [model] = httpx.get(f"{gguf_server.url}/v1/models", timeout=TIMEOUT).json()["data"]
+    assert model["input_modalities"] == ["text", "image"]
 
 
 def test_requests_at_the_same_time_see_their_own_images(client: openai.OpenAI) -> None:

@@ -56,8 +56,9 @@ class ModelFiles:
     weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
     shard is replaced. is_encoder: whether the model computes hidden states only, and generates no
     text. num_scores: the number of scores of its classification head, or 0. Both are set by
-    `app.engine.model_info.complete_config`. adapter_path: the LoRA adapter that is a part of the
-    model and applies to all requests, if it has one.
+    `app.engine.model_info.complete_config`. projector_path: the file with the vision tower of a
+    model in GGUF, if it has one. adapter_path: the LoRA adapter that is a part of the model and
+    applies to all requests, if it has one.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ModelFiles:
     weights_digest: str = ""
     is_encoder: bool = False
     num_scores: int = 0
+    projector_path: Path | None = None
     adapter_path: Path | None = None
 
     def read_tokenizer(self) -> str:

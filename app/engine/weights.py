@@ -27,6 +27,7 @@ from models.base import Model, ModelError
 from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout, get_activation_bits, set_activation_bits
 from models.gguf import reader as gguf_reader
+from models.gguf.projector_weights import open_projector
 from models.gguf.reader import GGUFError, has_magic
 from models.gguf.weights import UnreadTensors, open_weights
 from models.multimodal import get_text_weights
@@ -77,6 +78,7 @@ def open_model(
     places: Mapping[str, Path] = {}
     if _is_gguf(files):
         weights, unread = _open_gguf(files.shards[0])
+        weights |= _open_projector(files, unread) if vision else {}
     else:
         weights, places = _open_shards(files.shards)
     try:
@@ -104,6 +106,8 @@ def open_model(
             unread.blocks.clear()
         setattr(model, _UNREAD, unread)
         return model
+    except architectures.TowerError as error:
+        raise _tower_error(f"{files.projector_path or files.path}: {error}") from error
     except ModelError as error:
         place = _find_faulty_file(error, weights, places) or files.path
         raise AppError(ErrorKind.MODEL_FILES, f"{place}: {error}") from error
@@ -149,6 +153,24 @@ def _open_gguf(path: Path) -> tuple[dict[str, mx.array], UnreadTensors]:
         raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
     except ModelError as error:
         raise AppError(ErrorKind.MODEL_FILES, f"{path}: {error}") from error
+
+
+def _open_projector(files: ModelFiles, unread: UnreadTensors) -> dict[str, mx.array]:
+    """Opens the vision tower of a GGUF model, if it has one."""
+    if files.projector_path is None:
+        return {}
+    try:
+        return open_projector(gguf_reader.read(files.projector_path), unread)
+    except GGUFError as error:
+        raise _tower_error(str(error)) from error
+    except ModelError as error:
+        raise _tower_error(f"{files.projector_path}: {error}") from error
+
+
+def _tower_error(message: str) -> AppError:
+    return AppError(
+        ErrorKind.MODEL_FILES, f"{message}; --no-vision loads the text model without it"
+    )
 
 
 def _read_gguf(model: Model, path: Path) -> None:

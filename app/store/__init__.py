@@ -16,7 +16,7 @@ models that were not found.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,7 @@ from app.store.digests import DigestCache
 from app.store.gguf import folders as gguf_folders
 from app.store.gguf import model as gguf_model
 from app.store.gguf.errors import UnsupportedGGUFError
+from app.store.gguf.projector import find_projectors
 from app.store.library_names import find_equivalent_of, suggest_names
 from app.store.model_names import (
     BUILTIN,
@@ -61,7 +62,8 @@ class InstalledModel:
 def resolve(name: str | None) -> ModelFiles:
     """Finds a model like `find`, and verifies all blobs whose file names contain a digest."""
     files = find(name)
-    DigestCache().verify(manifest.get_digests(files.shards))
+    blobs = files.shards if files.projector_path is None else (*files.shards, files.projector_path)
+    DigestCache().verify(manifest.get_digests(blobs))
     return files
 
 
@@ -163,16 +165,18 @@ def _find_in_folder(name: ModelName) -> ModelFiles | None:
     if folder is None:
         return None
     if not folder.is_dir():
-        return _read_gguf(folder.resolve(), gguf_model.get_name(folder.resolve()))
+        # the link of a file in the Hugging Face cache has the projector beside it, not the file
+        projectors = find_projectors(folder)
+        return _read_gguf(folder.resolve(), gguf_model.get_name(folder.resolve()), projectors)
     found = gguf_model.find_in_folder(folder)
     if found is not None:
-        return _read_gguf(found, _name_folder(folder.resolve()))
+        return _read_gguf(found, _name_folder(folder.resolve()), find_projectors(found))
     return hf_folder.read(folder, name=_name_folder(folder.resolve()))
 
 
-def _read_gguf(path: Path, name: str) -> ModelFiles:
+def _read_gguf(path: Path, name: str, projectors: Sequence[Path]) -> ModelFiles:
     try:
-        return gguf_model.read(path, name=name)
+        return gguf_model.read(path, name=name, projectors=projectors)
     except UnsupportedGGUFError as error:
         twin = _find_installed_twin(gguf_model.get_base_name(path))
         if twin is None:

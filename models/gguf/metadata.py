@@ -74,6 +74,15 @@ class Metadata:
             return numbers[:count]
         raise self._error(name, value, f"an integer or {count} integers")
 
+    def numbers(self, name: str, count: int) -> list[float]:
+        """Returns finite numbers, each as `number` does."""
+        value = self._get(name, None)
+        if isinstance(value, Array) and value.kind in ("f32", "f64") and value.count >= count:
+            found = list(value.numbers())[:count]
+            if all(map(math.isfinite, found)):
+                return [_shorten_float32(number) for number in found]
+        raise self._error(name, value, f"{count} finite numbers")
+
     def flags(self, name: str, count: int) -> list[bool]:
         """Returns true or false for each layer."""
         value = self._get(name, None)

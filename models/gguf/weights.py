@@ -105,7 +105,7 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
         for target, raw in _split_fused_experts(whole, unread.add(file.tensors[name]))
     )
     for target, raw, tensor in opened:
-        parts = _unpack(target, raw, tensor.type)
+        parts = unpack(target, raw, tensor.type)
         if architecture.rotates_pairs and target.endswith(ROTATED):
             heads = "head_count" if ".q_proj." in target else "head_count_kv"
             count = metadata.integer(f"attention.{heads}", metadata.integer("attention.head_count"))
@@ -137,7 +137,7 @@ def _split_fused_experts(name: str, raw: mx.array) -> Iterator[tuple[str, mx.arr
 ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 
 
-def _unpack(name: str, raw: mx.array, kind: GGMLType) -> Arrays:
+def unpack(name: str, raw: mx.array, kind: GGMLType) -> Arrays:
     """Returns the weight `name` and, if it is packed, its scales and biases. This is the storage
     without the kernels: `models.architectures.build` replaces it with the blocks."""
     if kind.is_plain:

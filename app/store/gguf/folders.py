@@ -16,6 +16,7 @@ from pathlib import Path
 
 from app.core.model_files import ModelFiles
 from app.store.gguf import model
+from app.store.gguf.projector import find_projectors
 from app.store.lm_studio import list_model_folders
 
 # a limit on the files that are looked at, for a folder that contains something else
@@ -34,7 +35,9 @@ class GGUFFileEntry:
 def find(name: str) -> ModelFiles | None:
     """Finds a model by the name of its file. Raises AppError(MODEL_FILES) for an unusable file."""
     found = next((entry for entry in list_files() if entry.name == name), None)
-    return None if found is None else model.read(found.path, name=found.name)
+    if found is None:
+        return None
+    return model.read(found.path, name=found.name, projectors=find_projectors(found.path))
 
 
 def list_files() -> Iterator[GGUFFileEntry]:

@@ -9,7 +9,8 @@ that uses it reads that format.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.store.cache_folder import cache_tokenizer
 from app.store.gguf.errors import to_app_error
+from app.store.gguf.projector import VisionFiles, is_projector, read_vision
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
 from models.gguf.architectures import read_config
@@ -46,16 +48,17 @@ _SAMPLING_KEYS: Mapping[str, str] = {
 }
 
 
-def read(path: Path, *, name: str) -> ModelFiles:
-    """Reads a model. path: the file, or any file of a split model. Raises AppError(MODEL_FILES) for
-    a file that is invalid or not supported. The message is one line that names file and key."""
+def read(path: Path, *, name: str, projectors: Iterable[Path] = ()) -> ModelFiles:
+    """Reads a model. path: the file, or any file of a split model. projectors: files that may be
+    its projector, the best one first. Raises AppError(MODEL_FILES) for a file that is invalid or
+    not supported. The message is one line that names file and key."""
     try:
         file = reader.read(path)
         config = read_config(file)
     except GGUFError as error:
         raise to_app_error(error) from error
     vocabulary = read_vocabulary(file)
-    return ModelFiles(
+    files = ModelFiles(
         name=name,
         path=file.path,
         config=config,
@@ -69,6 +72,20 @@ def read(path: Path, *, name: str) -> ModelFiles:
         tokenizer_vocab_size=len(vocabulary.tokens),
         weight_bytes=file.nbytes,
         weights_digest=file.fingerprint,
+    )
+    vision = read_vision(projectors, config, vocabulary)
+    return files if vision is None else _add_vision(files, vision)
+
+
+def _add_vision(files: ModelFiles, vision: VisionFiles) -> ModelFiles:
+    return replace(
+        files,
+        config=vision.config,
+        processor_config=vision.processor_config,
+        added_tokens=vision.added_tokens,
+        projector_path=vision.file.path,
+        weight_bytes=files.weight_bytes + vision.file.nbytes,
+        weights_digest=f"{files.weights_digest} {vision.file.fingerprint}",
     )
 
 
@@ -102,7 +119,7 @@ def get_base_name(path: Path) -> str:
 
 def find_in_folder(folder: Path) -> Path | None:
     """Returns the GGUF file of a folder that contains one model in GGUF and none in another format.
-    Projectors for images (`mmproj-…`) do not count."""
+    Its projector does not count."""
     if (folder / "config.json").exists():
         return None
     found = [path for path in sorted(folder.glob(f"*{_SUFFIX}")) if is_model_file(path)]
@@ -110,9 +127,9 @@ def find_in_folder(folder: Path) -> Path | None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether the name is that of a model, and not of a projector for images or of a later
-    file of a split model."""
-    if reader.is_later_shard(path) or path.name.startswith("mmproj"):
+    """Returns whether the name is that of a model, and not of a projector or of a later file of a
+    split model."""
+    if reader.is_later_shard(path) or is_projector(path.name):
         return False
     return path.suffix == _SUFFIX and path.is_file()
 

@@ -22,6 +22,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.store import hf_folder
 from app.store.gguf import model as gguf_model
+from app.store.gguf.projector import choose_projectors
 from app.store.hub import required_files
 from app.store.model_names import (
     HubName,
@@ -81,7 +82,8 @@ def _find_gguf(name: HubName, storage: Path, revision: str | None) -> ModelFiles
         found = required_files.select_gguf(str(name), paths, name.quantization)
     except AppError:
         return None  # another quantization was downloaded
-    return gguf_model.read(folder / found[0], name=str(name))
+    projectors = [folder / path for path in choose_projectors(found[0], paths)]
+    return gguf_model.read(folder / found[0], name=str(name), projectors=projectors)
 
 
 def _find_snapshot(storage: Path, revision: str | None) -> Path | None:

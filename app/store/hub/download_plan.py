@@ -103,11 +103,13 @@ def plan_download(name: HubName) -> DownloadPlan:
 
 
 def _select_files(name: HubName, listing: Mapping[str, Any]) -> list[str]:
-    """Returns the files of the model, or of one quantization of a repository in GGUF."""
+    """Returns the files of the model, or of one quantization of a repository in GGUF and its
+    projector."""
     selected = required_files.select_files(listing, name.subfolder)
     has_weights = any(map(required_files.is_weights_file, selected))
     if name.quantization is not None or (not has_weights and required_files.has_gguf(listing)):
-        return required_files.select_gguf(str(name), listing, name.quantization)
+        found = required_files.select_gguf(str(name), listing, name.quantization)
+        return found + required_files.select_projector(found[0], listing)
     required_files.check_loadable(str(name), listing, name.subfolder)
     return selected
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from app.core.errors import AppError, ErrorKind
+from app.store.gguf.projector import choose_projectors, is_projector
 from app.store.model_names import is_format_folder
 
 INDEX = "model.safetensors.index.json"
@@ -105,10 +106,16 @@ def select_gguf(repo: str, paths: Iterable[str], quantization: str | None) -> li
     return found
 
 
+def select_projector(model: str, paths: Iterable[str]) -> list[str]:
+    """Returns the projector of a GGUF model, if the repository has one. model: its file."""
+    safe = (path for path in paths if _SAFE_PATH.fullmatch(path))
+    return choose_projectors(model, safe)[:1]
+
+
 def get_quantization(path: str) -> str | None:
     """Returns the label in the name of a model's GGUF file, in capitals, or None."""
     name = path.rpartition("/")[2]
-    if not _SAFE_PATH.fullmatch(path) or not name.endswith(".gguf") or name.startswith("mmproj"):
+    if not _SAFE_PATH.fullmatch(path) or not name.endswith(".gguf") or is_projector(name):
         return None
     match = _LABEL.search(_SHARD.sub("", name).removesuffix(".gguf"))
     return match[1].upper() if match else None

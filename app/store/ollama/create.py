@@ -26,6 +26,7 @@ from app.store.ollama.manifest import (
     LICENSE,
     MESSAGES,
     PARAMS,
+    PROJECTOR,
     SYSTEM,
     TENSOR,
     Manifest,
@@ -121,7 +122,10 @@ def _import_gguf(base: ModelFiles, token: CancelToken) -> list[BlobReference]:
     if len(base.shards) > 1:
         message = f"{base.name} consists of {len(base.shards)} files: merge them first"
         raise AppError(ErrorKind.INVALID, message)
-    return [add_blob(base.path, GGUF, "", token)]
+    layers = [add_blob(base.path, GGUF, "", token)]
+    if base.projector_path is not None:
+        layers.append(add_blob(base.projector_path, PROJECTOR, "", token))
+    return layers
 
 
 def _import_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference]:

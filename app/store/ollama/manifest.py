@@ -18,7 +18,7 @@ from app.store import digests
 from app.store.config_files import is_regular_file, read_json_object
 from app.store.model_names import OllamaName, parse_ollama_name
 
-TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES, LICENSE = (
+TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, PROJECTOR, ADAPTER, MESSAGES, LICENSE = (
     f"application/vnd.ollama.image.{kind}"
     for kind in (
         "tensor",
@@ -27,6 +27,7 @@ TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, ADAPTER, MESSAGES, LICENSE = (
         "system",
         "params",
         "model",
+        "projector",
         "adapter",
         "messages",
         "license",

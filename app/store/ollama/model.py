@@ -31,6 +31,7 @@ from app.store.ollama.manifest import (
     LICENSE,
     MESSAGES,
     PARAMS,
+    PROJECTOR,
     SYSTEM,
     TEMPLATE,
     TENSOR,
@@ -158,7 +159,8 @@ def _read_gguf(name: OllamaName, found: Manifest) -> ModelFiles:
         raise _model_files_error(
             f"{name} has {len(weights)} GGUF layers, but only one is supported"
         )
-    files = gguf_model.read(weights[0].blob, name=str(name))
+    projectors = [layer.blob for layer in found.get_layers(PROJECTOR)]
+    files = gguf_model.read(weights[0].blob, name=str(name), projectors=projectors)
     parameters = _read_parameters(found)
     template = None
     if not files.tokenizer_config.get("chat_template") and found.get_layers(TEMPLATE):

@@ -55,7 +55,8 @@ def test_one_quantization_is_downloaded_and_found(
     files = store.resolve(name)
     assert files.name == f"{REPO}:Q8_0"
     assert files.path.read_bytes() == (remote / "Tiny-Q8_0.gguf").read_bytes()
-    assert [path.name for path in files.path.parent.iterdir()] == ["Tiny-Q8_0.gguf"]
+    names = sorted(path.name for path in files.path.parent.iterdir())
+    assert names == ["Tiny-Q8_0.gguf", "mmproj-Tiny-F16.gguf"]
     # the only one in the cache
     assert store.find(REPO).path == files.path
     listed = [entry for entry in store.list_installed() if entry.source == "hub"]
@@ -87,6 +88,7 @@ def test_an_unknown_quantization_is_rejected_with_those_that_exist(remote: Path)
         ("Q8_0/Tiny-Q8_0-00001-of-00002.gguf", "Q8_0"),
         ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
         ("mmproj-Tiny-F16.gguf", None),
+        ("Tiny-mmproj-F16.gguf", None),
         ("../Tiny-Q8_0.gguf", None),
         ("a/b/Tiny-Q8_0.gguf", None),
         ("Tiny.gguf", None),
