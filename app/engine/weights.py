@@ -8,6 +8,7 @@ requirement of a model of any size can be computed first. Unreadable files are d
 weights are read.
 """
 
+import logging
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,12 +28,15 @@ from models.base import Model, ModelError
 from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout, get_activation_bits, set_activation_bits
 from models.gguf import reader as gguf_reader
+from models.gguf.ollama_variant import list_other_modules, translate
 from models.gguf.projector_weights import open_projector
 from models.gguf.reader import GGUFError, has_magic
 from models.gguf.weights import UnreadTensors, open_weights
 from models.multimodal import get_text_weights
 from models.ollama_names import to_mlx_names
 from models.sharding import TensorParallelGroup, shard_model
+
+log = logging.getLogger(__name__)
 
 # The types that MLX can read. The model decides which of them it supports.
 _SUPPORTED_DTYPES = frozenset(
@@ -148,7 +152,10 @@ def _is_gguf(files: ModelFiles) -> bool:
 
 def _open_gguf(path: Path) -> tuple[dict[str, mx.array], UnreadTensors]:
     try:
-        return open_weights(gguf_reader.read(path))
+        file = gguf_reader.read(path)
+        if modules := list_other_modules(file):
+            log.info("%s: loading the text model only, without its %s", path, ", ".join(modules))
+        return open_weights(translate(file))
     except GGUFError as error:
         raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
     except ModelError as error:

@@ -17,7 +17,7 @@ from app.core.model_files import GenerationDefaults, ModelFiles, read_generation
 from app.core.models import Capability, ModelDetails, ReasoningSupport, TensorDetails
 from app.core.requests import ReasoningOptions
 from app.core.thread_pools import ThreadPools
-from app.serving.pooling_config import find_rank_method
+from app.serving.pooling_config import POOLING_MODE, find_rank_method
 from app.store.tensor_summary import list_tensors, summarize_tensors
 from app.text.capabilities import detect_capabilities
 from app.text.chat_template import ChatTemplate
@@ -119,7 +119,8 @@ def _describe(files: ModelFiles) -> ModelDetails:
 def _list_capabilities(files: ModelFiles, traits: ModelTraits) -> frozenset[Capability]:
     if find_rank_method(files) is not None:
         return frozenset({"rerank"})
-    if files.is_encoder or Path(files.path, _EMBEDDING_FILE).is_file():
+    embeds = POOLING_MODE in files.config or Path(files.path, _EMBEDDING_FILE).is_file()
+    if files.is_encoder or embeds:
         return frozenset({"embedding"})
     flags: tuple[tuple[Capability, bool], ...] = (
         ("completion", True),

@@ -13,8 +13,9 @@ from typing import Any, Literal, cast
 from app.core.model_files import ModelFiles, read_embedding_modules
 from app.core.requests import PoolingType
 
-# a configuration file of sentence-transformers, and its module types that can be ignored, because
-# they do not affect the embeddings or are always computed; an encoder also has dense layers
+# a configuration file of sentence-transformers, its key, and module types that can be ignored: they
+# do not affect the embeddings or are always computed; an encoder also has dense layers
+POOLING_MODE = "pooling_mode"
 _POOLING_FILE, _POOLING_FLAG_PREFIX = "1_Pooling/config.json", "pooling_mode_"
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 _ENCODER_MODULES = (*_KNOWN_MODULES, "Dense")
@@ -46,7 +47,7 @@ class PoolingConfig:
 def read_pooling_config(files: ModelFiles) -> PoolingConfig:
     """Reads the pooling that sentence-transformers would use for the model's folder. The default is
     mean pooling. Reads modules.json and 1_Pooling/config.json, as saved by sentence-transformers
-    5.1."""
+    5.1. The config of a GGUF file has the mode itself."""
     encoder = files.is_encoder
     bidirectional = files.config.get("use_bidirectional_attention")
     if not encoder and (files.config.get("is_causal") is False or bidirectional):
@@ -56,7 +57,9 @@ def read_pooling_config(files: ModelFiles) -> PoolingConfig:
     for kind, _ in read_embedding_modules(files.path):
         if kind not in (_ENCODER_MODULES if encoder else _KNOWN_MODULES):
             return PoolingConfig(unsupported=f"modules.json contains the unsupported module {kind}")
-    config = _read_json_object(files.path / _POOLING_FILE)
+    config = files.config if POOLING_MODE in files.config else None
+    if config is None:
+        config = _read_json_object(files.path / _POOLING_FILE)
     return PoolingConfig() if config is None else _parse_pooling(config, encoder=encoder)
 
 
@@ -73,7 +76,7 @@ def find_rank_method(files: ModelFiles) -> RankMethod | None:
 def _parse_pooling(config: Mapping[str, Any], *, encoder: bool) -> PoolingConfig:
     """Parses 1_Pooling/config.json. Newer files contain a name, older files one flag per pooling
     mode. The first token of a model with causal attention knows nothing of the others."""
-    mode = config.get("pooling_mode")
+    mode = config.get(POOLING_MODE)
     flags = [
         key.removeprefix(_POOLING_FLAG_PREFIX)
         for key in config

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models.gguf.metadata import Metadata
-from models.gguf.reader import GGUFError, GGUFFile, UnsupportedError, read_floats
+from models.gguf.reader import GGUFError, GGUFFile, GGUFTensor, UnsupportedError, read_floats
 
 Config = dict[str, Any]
 
@@ -66,6 +66,37 @@ _SHARED_EXPERT_NAMES: Mapping[str, str] = {
 _POST_NORM_NAMES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+_BERT_NAMES: Mapping[str, str] = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_qkv": "attention.self.fused_qkv",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+
+_NOMIC_BERT_NAMES: Mapping[str, str] = {
+    "attn_qkv": "self_attn.fused_qkv",
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_mlp_layernorm",
+}
+
+_ENCODER_GLOBAL_NAMES: Mapping[str, str] = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+
+_BERT_GLOBAL_NAMES: Mapping[str, str] = {
+    **_ENCODER_GLOBAL_NAMES,
+    "position_embd": "embeddings.position_embeddings",
+    "cls": "classifier.dense",
+    "cls.output": "classifier.out_proj",
 }
 
 _GEMMA_NAMES: Mapping[str, str] = {**_POST_NORM_NAMES, "ffn_norm": "pre_feedforward_layernorm"}
@@ -180,6 +211,7 @@ class Architecture:
     names: the names of tensors of a layer without `blk.N.` and the part (`.weight`), and their
         module in our layer. Entries with a part are complete names of parameters.
     global_names: the same for tensors outside the layers.
+    layers: the list of layers in our model.
     rotates_pairs: whether llama.cpp rotates adjacent dimensions, for which its converter reorders
         the rows of the query and key projections.
     norms_have_one_added: whether the weights of norms are one larger than in the original.
@@ -190,6 +222,7 @@ class Architecture:
     read_config: Callable[[Metadata], Config]
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     global_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    layers: str = "model.layers"
     rotates_pairs: bool = False
     norms_have_one_added: bool = False
     layers_differ: bool = False
@@ -265,7 +298,7 @@ def rename_tensor(name: str, architecture: Architecture) -> str | None:
     if block is None:
         return _rename(name, {**_NAMES, **architecture.global_names})
     target = _rename(block[2], {**_LAYER_NAMES, **architecture.names})
-    return target and f"model.layers.{block[1]}.{target}"
+    return target and f"{architecture.layers}.{block[1]}.{target}"
 
 
 def count_layers(metadata: Metadata) -> int:
@@ -285,9 +318,7 @@ def _rename(name: str, names: Mapping[str, str]) -> str | None:
 
 def _read_common_config(metadata: Metadata, *, layers_differ: bool) -> Config:
     layers = count_layers(metadata)
-    embeddings = metadata.file.tensors.get("token_embd.weight")
-    if embeddings is None:
-        raise GGUFError(f"{metadata.file.path} lacks the tensor token_embd.weight")
+    embeddings = _get_tensor(metadata, "token_embd.weight")
     heads = metadata.uniform_integer("attention.head_count", layers)
     config: Config = {
         "hidden_size": metadata.integer("embedding_length"),
@@ -315,7 +346,16 @@ def _read_common_config(metadata: Metadata, *, layers_differ: bool) -> Config:
     scaling = _read_rope_scaling(metadata)
     if scaling is not None:
         config["rope_scaling"] = scaling
+    if not metadata.flag("attention.causal", True):
+        config["is_causal"] = False
+    if pooling := metadata.integer("pooling_type", 0):
+        config["pooling_mode"] = _POOLING_MODES.get(pooling, f"type {pooling}")
     return config
+
+
+# values of pooling_type, and the names of these poolings in the configs of sentence-transformers; 0
+# is that of a file whose converter did not know it
+_POOLING_MODES: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 
 
 def _read_rope_scaling(metadata: Metadata) -> Config | None:
@@ -356,6 +396,13 @@ def _make_longrope(factors: list[float], original: int, magnitude: float | None)
         "original_max_position_embeddings": original,
     }
     return scaling if magnitude is None else {**scaling, "attention_factor": magnitude}
+
+
+def _get_tensor(metadata: Metadata, name: str) -> GGUFTensor:
+    tensor = metadata.file.tensors.get(name)
+    if tensor is None:
+        raise GGUFError(f"{metadata.file.path} lacks the tensor {name}")
+    return tensor
 
 
 def _has_bias(metadata: Metadata, name: str) -> bool:
@@ -842,6 +889,57 @@ def _read_deepseek2(metadata: Metadata) -> Config:
     return config
 
 
+def _read_encoder(metadata: Metadata) -> Config:
+    return {
+        "layer_norm_eps": metadata.number("attention.layer_norm_epsilon", 1e-12),
+        "type_vocab_size": _count_rows(_get_tensor(metadata, "token_types.weight")),
+    }
+
+
+def _count_rows(tensor: GGUFTensor) -> int:
+    """Returns the number of rows. Some converters write a matrix of one row as a vector."""
+    return tensor.shape[0] if len(tensor.shape) > 1 else 1
+
+
+def _read_bert(metadata: Metadata) -> Config:
+    """BERT and RoBERTa. The table of positions of the latter begins with the first position, so as
+    an encoder of embeddings it is a BERT."""
+    positions = _get_tensor(metadata, "position_embd.weight").shape[0]
+    config: Config = {
+        "model_type": "bert",
+        "max_position_embeddings": positions,
+        **_read_encoder(metadata),
+    }
+    if not any(name.startswith("cls.") for name in metadata.file.tensors):
+        return config
+    if not (metadata.has_tensor("cls.weight") and metadata.has_tensor("cls.output.weight")):
+        raise UnsupportedError(
+            f"{metadata.file.path}: only classification heads of RoBERTa are supported (tensors "
+            "cls.weight and cls.output.weight), because llama.cpp's converter drops the pooler of "
+            "a BERT"
+        )
+    return {
+        **config,
+        "model_type": "xlm-roberta",
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "num_labels": _count_rows(metadata.file.tensors["cls.output.weight"]),
+        "pad_token_id": NUM_UNUSED_POSITIONS - 1,
+        "max_position_embeddings": NUM_UNUSED_POSITIONS + positions,
+    }
+
+
+# the rows at the start of the table of positions of a RoBERTa, which llama.cpp's converter removes
+NUM_UNUSED_POSITIONS = 2
+
+
+def _read_nomic_bert(metadata: Metadata) -> Config:
+    return {
+        "model_type": "nomic_bert",
+        "rope_theta": metadata.number("rope.freq_base", 1000.0),
+        **_read_encoder(metadata),
+    }
+
+
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(read_config=_read_llama, names=_EXPERT_NAMES, rotates_pairs=True),
     "mistral3": Architecture(read_config=_read_mistral3, rotates_pairs=True),
@@ -928,6 +1026,18 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         global_names={"token_embd_norm": "model.norm"},
     ),
     "deepseek2": Architecture(read_config=_read_deepseek2, names={**_EXPERT_NAMES, **_MLA_NAMES}),
+    "bert": Architecture(
+        read_config=_read_bert,
+        names=_BERT_NAMES,
+        global_names=_BERT_GLOBAL_NAMES,
+        layers="encoder.layer",
+    ),
+    "nomic-bert": Architecture(
+        read_config=_read_nomic_bert,
+        names=_NOMIC_BERT_NAMES,
+        global_names=_ENCODER_GLOBAL_NAMES,
+        layers="layers",
+    ),
 }
 
 

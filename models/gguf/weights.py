@@ -9,7 +9,7 @@ memory requirement of the model can be computed without reading or allocating an
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,11 @@ from typing import Any
 import mlx.core as mx
 
 from models.base import ModelError
-from models.gguf.architectures import find_architecture, rename_tensors
+from models.gguf.architectures import (
+    NUM_UNUSED_POSITIONS,
+    find_architecture,
+    rename_tensors,
+)
 from models.gguf.blocks import dequantize, repack_affine
 from models.gguf.ggml_types import GGMLType
 from models.gguf.layers import StoredBlocks, choose_storage
@@ -102,7 +106,7 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
     opened = (
         (target, raw, file.tensors[name])
         for name, whole in rename_tensors(file).items()
-        for target, raw in _split_fused_experts(whole, unread.add(file.tensors[name]))
+        for target, raw in _split_fused(whole, unread.add(file.tensors[name]))
     )
     for target, raw, tensor in opened:
         parts = unpack(target, raw, tensor.type)
@@ -121,16 +125,33 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
     return _convert_layers(metadata, weights), unread
 
 
-def _split_fused_experts(name: str, raw: mx.array) -> Iterator[tuple[str, mx.array]]:
-    """Yields the tensor, or both projections of experts [E, 2 inner, bytes per row], which keep
-    their blocks."""
-    if not name.endswith(".experts.gate_up_proj.weight"):
-        yield name, raw
+# fused projections -> the axis of the tensor that is split, and the projections
+_FUSED: Mapping[str, tuple[int, Sequence[str]]] = {
+    ".experts.gate_up_proj": (1, (".experts.gate_proj", ".experts.up_proj")),
+    ".self_attn.fused_qkv": (0, (".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj")),
+    ".attention.self.fused_qkv": (
+        0,
+        (".attention.self.query", ".attention.self.key", ".attention.self.value"),
+    ),
+}
+
+
+def _split_fused(name: str, raw: mx.array) -> Iterator[tuple[str, mx.array]]:
+    """Yields the tensor, or the projections that are fused in it. They consist of whole rows and
+    therefore keep their blocks. raw: uint8 [out, bytes per row], or [E, out, bytes per row]."""
+    module, _, part = name.rpartition(".")
+    for fused, (axis, projections) in _FUSED.items():
+        if not module.endswith(fused):
+            continue
+        if raw.ndim <= axis or raw.shape[axis] % len(projections):
+            raise ModelError(f"{name} cannot be split into {len(projections)} projections")
+        path = module.removesuffix(fused)
+        for projection, rows in zip(
+            projections, raw.split(len(projections), axis=axis), strict=True
+        ):
+            yield f"{path}{projection}.{part}", rows
         return
-    if raw.ndim != 3 or raw.shape[1] % 2:
-        raise ModelError(f"{name} does not have the shape [experts, 2 inner, hidden]")
-    for projection, half in zip(("gate_proj", "up_proj"), raw.split(2, axis=1), strict=True):
-        yield name.replace("gate_up_proj", projection), half
+    yield name, raw
 
 
 # projections whose rows are those of rotated heads
@@ -169,6 +190,16 @@ def split_rotated_pairs(name: str, array: mx.array, heads: int) -> mx.array:
     return array[mx.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()]
 
 
+# matrices that some converters write as vectors if they have one row
+_MATRICES_OF_ONE_ROW = (
+    ".shared_expert_gate.weight",
+    "embeddings.token_type_embeddings.weight",
+    "classifier.out_proj.weight",
+)
+
+_POSITIONS = "embeddings.position_embeddings.weight"
+
+
 def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:
     """Converts tensors that llama.cpp stores in other forms."""
     converted: Arrays = {}
@@ -179,8 +210,11 @@ def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:
             array = mx.log(-array).flatten()
         elif name.endswith((".mixer.D", ".mixer.norm.weight")):
             array = array.flatten()
-        elif name.endswith(".shared_expert_gate.weight") and array.ndim == 1:
+        elif name.endswith(_MATRICES_OF_ONE_ROW) and array.ndim == 1:
             array = array[None]
+        elif name == _POSITIONS and metadata.has_tensor("cls.output.weight"):
+            unused = mx.zeros((NUM_UNUSED_POSITIONS, array.shape[-1]), array.dtype)
+            array = mx.concatenate([unused, array])
         converted[name] = array
     if metadata.has("ssm.group_count") and metadata.has("full_attention_interval"):
         return _convert_gated_delta(metadata, converted)

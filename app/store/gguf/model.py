@@ -22,10 +22,11 @@ from app.store.gguf.projector import VisionFiles, is_projector, read_vision
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
 from models.gguf.architectures import read_config
+from models.gguf.ollama_variant import read_model
 from models.gguf.reader import GGUFError, GGUFFile
 
 # changes whenever `build_tokenizer` returns something else for the same file
-_TOKENIZER_VERSION = 1
+_TOKENIZER_VERSION = 2
 
 _SUFFIX = ".gguf"
 
@@ -53,7 +54,7 @@ def read(path: Path, *, name: str, projectors: Iterable[Path] = ()) -> ModelFile
     its projector, the best one first. Raises AppError(MODEL_FILES) for a file that is invalid or
     not supported. The message is one line that names file and key."""
     try:
-        file = reader.read(path)
+        file = read_model(path)
         config = read_config(file)
     except GGUFError as error:
         raise to_app_error(error) from error

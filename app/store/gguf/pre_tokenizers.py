@@ -61,13 +61,24 @@ def _split_words(
     )
 
 
-def _split_by_case(*, contractions: str, digits: str) -> Component:
-    """Returns the split of GPT-4o and Tekken, where a capital letter begins a new part."""
-    capitals, small = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _split_by_case(
+    *,
+    contractions: str,
+    digits: str,
+    excluded: str = "",
+    first: str = "",
+    line_ends: str = r"[\r\n/]",
+) -> Component:
+    """Returns the split of GPT-4o, Tekken and Kimi, where a capital letter begins a new part.
+    excluded: an intersection that removes letters from the words. first: alternatives that are
+    tried first. line_ends: the characters that belong to the symbols before them."""
+    capitals = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
+    small = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return split(
-        rf"{before}{capitals}*{small}+{contractions}|{before}{capitals}+{small}*{contractions}|"
-        rf"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+        rf"{first}{before}{capitals}*{small}+{contractions}|"
+        rf"{before}{capitals}+{small}*{contractions}|"
+        rf"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+{line_ends}*|{_SPACES}"
     )
 
 
@@ -99,6 +110,57 @@ _DEEPSEEK_V3 = PreTokenizer(
         BYTE_LEVEL,
     )
 )
+_KIMI = PreTokenizer(
+    components=(
+        _split_by_case(
+            contractions=f"{_CONTRACTIONS}?",
+            digits="{1,3}",
+            excluded=r"&&[^\p{Han}]",
+            first=r"[\p{Han}]+|",
+            line_ends=r"[\r\n]",
+        ),
+        BYTE_LEVEL,
+    ),
+    ignores_merges=True,
+)
+# letters with a case, as DeepSeek's first tokenizer enumerates them; the escaped ones would change
+# in an editor that applies NFC
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙ"
+    "ὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_ASIAN = split("[一-龥ࠀ-一가-퟿]+")
+_DEEPSEEK_LLM = PreTokenizer(
+    components=(
+        split(r"[\r\n]"),
+        split(rf"\s?[{_CASED_LETTERS}]+"),
+        split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+        split(r"\s+$"),
+        _ASIAN,
+        _DIGITS,
+        BYTE_LEVEL,
+    )
+)
+_DEEPSEEK_CODER = PreTokenizer(
+    components=(
+        split(r"[\r\n]"),
+        split(r"\s?\p{L}+"),
+        split(r"\s?\p{P}+"),
+        _ASIAN,
+        _DIGITS,
+        BYTE_LEVEL,
+    )
+)
+_SEED_CODER = PreTokenizer(
+    components=(
+        split(
+            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}|"
+            rf" ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+        ),
+        BYTE_LEVEL,
+    )
+)
 _FALCON = PreTokenizer(
     components=(
         {"type": "Punctuation", "behavior": "Contiguous"},
@@ -111,6 +173,7 @@ _FALCON = PreTokenizer(
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "gpt-2": PreTokenizer(components=(_GPT2,)),
     "phi-2": PreTokenizer(components=(_GPT2,)),
+    "roberta-bpe": PreTokenizer(components=(_GPT2,)),
     # GPT-NeoX and its descendants
     "olmo": PreTokenizer(components=(_GPT2,), normalizer=_NFC),
     "mpt": PreTokenizer(components=(_GPT2,), normalizer=_NFC),
@@ -120,6 +183,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "llama-v3": _LLAMA3,
     "lfm2": _LLAMA3,
     "falcon3": _LLAMA3,
+    "midm-2.0": _LLAMA3,
     "smaug-bpe": _LLAMA3,
     "dbrx": _CL100K,
     "glm4": _CL100K,
@@ -128,6 +192,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "deepseek-r1-qwen": _QWEN2,
     "qwen35": _QWEN35,
     "gpt-4o": _GPT4O,
+    "minimax-m2": _GPT4O,
+    "kimi-k2": _KIMI,
     "tekken": _TEKKEN,
     # of Pixtral and later models of Mistral, whose own rules are those of Tekken; llama.cpp uses
     # those of Llama 3
@@ -137,4 +203,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "refact": _DIGITS_GPT2,
     "command-r": PreTokenizer(components=_DIGITS_GPT2.components, normalizer=_NFC),
     "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "seed-coder": _SEED_CODER,
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from app.store.gguf.errors import to_app_error
 from app.store.gguf.tokenizer import read_vocabulary
-from models.gguf import reader
+from models.gguf.ollama_variant import read_model
 from models.gguf.reader import GGUFError
 
 _LLAMA3 = (
@@ -53,7 +53,7 @@ def find_template(path: Path) -> str:
     """Returns the template of the family of a GGUF file, or one that rejects every conversation
     with a message. Raises AppError(MODEL_FILES)."""
     try:
-        tokens = frozenset(read_vocabulary(reader.read(path)).tokens)
+        tokens = frozenset(read_vocabulary(read_model(path)).tokens)
     except GGUFError as error:
         raise to_app_error(error) from error
     found = (template for markers, template in _TEMPLATES.items() if tokens.issuperset(markers))

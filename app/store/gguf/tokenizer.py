@@ -4,10 +4,13 @@ Knows: the keys `tokenizer.ggml.*` and the format of tokenizer.json. Must not kn
 library, the location of files.
 
 `tokenizer.ggml.model` is the algorithm: `gpt2` is byte-level BPE, `llama` is the BPE of
-SentencePiece, whose merges follow from the scores of the tokens, and `gemma4` is a BPE with merges
-over the texts of SentencePiece.
+SentencePiece, whose merges follow from the scores of the tokens, `gemma4` is a BPE with merges over
+the texts of SentencePiece, `bert` is WordPiece, and `t5` is the Unigram of SentencePiece.
 """
 
+import base64
+import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,7 @@ from models.gguf.reader import Array, GGUFFile
 _PREFIX = "tokenizer.ggml."
 
 # values of token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 # SentencePiece's character for a space
 _SPACE = "\u2581"
@@ -47,11 +50,23 @@ END_MARKS = frozenset(
         "<|observation|>",
         "<EOT>",
         "[EOT]",
+        "[EOS]",
+        "[e~[",
+        "<end_of_utterance>",
+        "<|tool_response>",
+        "<|calls|>",
+        "<|flush|>",
         "<｜end▁of▁sentence｜>",
     }
 )
 
+# ends a message, but not the turn, in vocabularies with one of these marks, which end the turn
+_END_OF_MESSAGE, _ENDS_OF_TURN = "<|end|>", frozenset({"<|call|>", "<|calls|>"})
+
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+# Ollama's key for several of them
+_END_LIST = "eos_token_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +90,21 @@ class Vocabulary:
     def list_end_tokens(self) -> list[int]:
         """Returns the IDs of all tokens that end a text or a turn."""
         named = (self.find_token(key) for key in _END_KEYS)
-        marks = (
-            id
+        marks = {
+            token: id
             for id, token in enumerate(self.tokens)
             if token in END_MARKS and self.types[id] in (_CONTROL, _USER_DEFINED)
-        )
-        return list(dict.fromkeys(id for id in (*named, *marks) if id is not None))
+        }
+        if not _ENDS_OF_TURN.isdisjoint(marks):
+            marks.pop(_END_OF_MESSAGE, None)
+        ids = (*named, *self._read_end_list(), *marks.values())
+        return list(dict.fromkeys(id for id in ids if id is not None))
+
+    def _read_end_list(self) -> list[int]:
+        value = self.file.metadata.get(_PREFIX + _END_LIST)
+        if not isinstance(value, Array) or value.kind not in ("i32", "u32"):
+            return []
+        return [int(id) for id in value.numbers() if 0 <= id < len(self.tokens)]
 
     @property
     def adds_bos(self) -> bool:
@@ -93,12 +117,69 @@ class Vocabulary:
     @property
     def adds_eos(self) -> bool:
         """Whether the text of an embedding ends with the EOS token."""
-        return self.file.metadata.get(_PREFIX + "add_eos_token") is True
+        default = self.kind in ("bert", "t5")
+        return self.file.metadata.get(_PREFIX + "add_eos_token", default) is True
+
+    @property
+    def adds_two_separators(self) -> bool:
+        """Whether two EOS tokens are between a pair of texts, as in RoBERTa."""
+        default = self.kind == "t5" and self.adds_bos
+        return self.kind != "bert" and self._get_flag("add_sep_token", default=default)
+
+    @property
+    def lowercases(self) -> bool:
+        """Whether a text is changed to lower case before it is split. If the file does not declare
+        it, the tokens show it: texts in lower case never need a token with a capital letter."""
+        value = self.file.metadata.get(_PREFIX + "normalizer.lowercase")
+        if isinstance(value, bool):
+            return value
+        return all(
+            token == token.lower()
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind == _NORMAL and not _is_bracketed(token)
+        )
+
+    @property
+    def bos(self) -> int | None:
+        """The token at the start of a text, if there is one. For BERT, that is [CLS]."""
+        if self.kind != "bert":
+            return self.find_token("bos_token_id")
+        return self._find_first("[CLS]", "cls_token_id", "bos_token_id")
+
+    @property
+    def eos(self) -> int | None:
+        """The token at the end of a text for an embedding, if there is one. For BERT, that is
+        [SEP]."""
+        if self.kind != "bert":
+            return self.find_token("eos_token_id")
+        # the first key is misspelled in llama.cpp
+        return self._find_first("[SEP]", "seperator_token_id", "separator_token_id", "eos_token_id")
+
+    @property
+    def unknown(self) -> int | None:
+        """The token for characters that no token has, if there is one."""
+        if self.kind == "bert":
+            return self._find_first("[UNK]", "unknown_token_id")
+        found = self.find_token("unknown_token_id")
+        if found is None and _UNKNOWN in self.types:
+            found = self.types.index(_UNKNOWN)
+        return found
+
+    def _find_first(self, text: str, *keys: str) -> int | None:
+        """Returns the token with the first of the keys, or with the text."""
+        found = (id for key in keys if (id := self.find_token(key)) is not None)
+        return next(found, self.tokens.index(text) if text in self.tokens else None)
+
+    def _get_flag(self, key: str, *, default: bool) -> bool:
+        value = self.file.metadata.get(_PREFIX + key, default)
+        return value if isinstance(value, bool) else default
 
 
 # llama.cpp's defaults of add_bos_token
-_DEFAULT_BOS: Mapping[str, bool] = {"llama": True}
-_PRE_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "tekken", "pixtral")
+_DEFAULT_BOS: Mapping[str, bool] = {"llama": True, "bert": True, "t5": False}
+_PRE_WITH_BOS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "midm-2.0", "tekken", "pixtral"),
+)
 
 
 def read_vocabulary(file: GGUFFile) -> Vocabulary:
@@ -116,12 +197,33 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     if not 0 < len(raw) <= _MAX_TOKENS:
         raise _error(file, f"{_PREFIX}tokens has {len(raw)} tokens")
     tokens = [token.decode(errors="replace") or f"[EMPTY_{id}]" for id, token in enumerate(raw)]
-    if len(set(tokens)) < len(tokens):
-        tokens = _rename_duplicates(tokens)
-    types: Sequence[Any] = [1] * len(tokens)
+    types: Sequence[Any] = [_NORMAL] * len(tokens)
     if _PREFIX + "token_type" in file.metadata:
         types = _read_numbers(file, "token_type", len(tokens))
+    embeddings = file.tensors.get("token_embd.weight")
+    rows = len(tokens) if embeddings is None else embeddings.shape[0]
+    if _NORMAL not in types[rows:]:  # such as tokens of images that a text model does not have
+        tokens, types = tokens[:rows], types[:rows]
+    if kind == "bert":
+        tokens = list(map(_restore_word_piece, tokens, types))
+    if len(set(tokens)) < len(tokens):
+        tokens = _rename_duplicates(tokens)
     return Vocabulary(file=file, kind=kind, tokens=tokens, types=types)
+
+
+def _restore_word_piece(token: str, kind: int) -> str:
+    """Returns a token as in a vocabulary of BERT, where `##` marks a piece that continues a word.
+    In a GGUF file, a piece that begins a word has a mark. Special tokens have none."""
+    if kind in (_UNKNOWN, _CONTROL) or _is_bracketed(token):
+        return token
+    if token.startswith(_SPACE) and token != _SPACE:
+        return token.removeprefix(_SPACE)
+    return f"##{token}"
+
+
+def _is_bracketed(token: str) -> bool:
+    """Returns whether a token is of the form of [unused1]."""
+    return len(token) > 2 and token.startswith("[") and token.endswith("]")
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> Mapping[str, Any]:
@@ -132,7 +234,8 @@ def build_tokenizer(vocabulary: Vocabulary) -> Mapping[str, Any]:
             "id": id,
             "content": vocabulary.tokens[id],
             "single_word": False,
-            "lstrip": False,
+            # of XLM-RoBERTa, the only models with Unigram that have it
+            "lstrip": vocabulary.kind == "t5" and vocabulary.tokens[id] == "<mask>",
             "rstrip": False,
             "normalized": False,
             "special": kind in (_UNKNOWN, _CONTROL),
@@ -152,26 +255,32 @@ def build_tokenizer(vocabulary: Vocabulary) -> Mapping[str, Any]:
 
 def _make_post_processor(vocabulary: Vocabulary) -> Component | None:
     """Returns the component that adds BOS and EOS, or None."""
-    bos = vocabulary.find_token("bos_token_id") if vocabulary.adds_bos else None
-    eos = vocabulary.find_token("eos_token_id") if vocabulary.adds_eos else None
+    bos = vocabulary.bos if vocabulary.adds_bos else None
+    eos = vocabulary.eos if vocabulary.adds_eos else None
     if bos is None and eos is None:
         return None
+    # what is before the second text, after the end of the first one
+    second = eos if vocabulary.adds_two_separators else bos
+    if vocabulary.kind == "bert":
+        second = None
 
-    def special(id: int, sequence: int) -> Component:
-        return {"SpecialToken": {"id": vocabulary.tokens[id], "type_id": sequence}}
-
-    def template(*names: str) -> list[Component]:
-        parts: list[Component] = []
-        for sequence, name in enumerate(names):
-            parts += [] if bos is None else [special(bos, sequence)]
-            parts.append({"Sequence": {"id": name, "type_id": sequence}})
-            parts += [] if eos is None else [special(eos, sequence)]
-        return parts
+    def template(*parts: str | int | None) -> list[Component]:
+        """parts: the names of texts, and the special tokens before and after them."""
+        found: list[Component] = []
+        sequence = 0
+        for part in parts:
+            if isinstance(part, str):
+                sequence = int(part == "B")
+                found.append({"Sequence": {"id": part, "type_id": sequence}})
+            elif part is not None:
+                token = vocabulary.tokens[part]
+                found.append({"SpecialToken": {"id": token, "type_id": sequence}})
+        return found
 
     return {
         "type": "TemplateProcessing",
-        "single": template("A"),
-        "pair": template("A", "B"),
+        "single": template(bos, "A", eos),
+        "pair": template(bos, "A", eos, second, "B", eos),
         "special_tokens": {
             vocabulary.tokens[id]: {
                 "id": vocabulary.tokens[id],
@@ -215,10 +324,104 @@ def _build_gemma4(vocabulary: Vocabulary) -> Mapping[str, Any]:
     return _make_sentencepiece(vocabulary, _read_merges(vocabulary), adds_space=False)
 
 
+def _build_word_piece(vocabulary: Vocabulary) -> Mapping[str, Any]:
+    metadata = vocabulary.file.metadata
+    # the second key is Ollama's; if there is none, accents are removed from lower case texts only
+    strips = metadata.get(
+        _PREFIX + "normalizer.strip_accents", metadata.get(_PREFIX + "strip_accents")
+    )
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": strips if isinstance(strips, bool) else None,
+            "lowercase": vocabulary.lowercases,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": vocabulary.tokens[_require_unknown(vocabulary)],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
+        },
+    }
+
+
+def _build_unigram(vocabulary: Vocabulary) -> Mapping[str, Any]:
+    """The steps of SentencePiece's normalizer, in its order."""
+    file = vocabulary.file
+    scores = _read_numbers(file, "scores", len(vocabulary.tokens))
+    if not all(map(math.isfinite, scores)):
+        raise _error(file, f"{_PREFIX}scores has a score that is no finite number")
+    normalizers: list[Component] = []
+    if charsmap := _read_charsmap(file):
+        encoded = base64.b64encode(charsmap).decode()
+        normalizers.append({"type": "Precompiled", "precompiled_charsmap": encoded})
+    if file.metadata.get(_PREFIX + "remove_extra_whitespaces") is True:
+        normalizers += [_replace(r"\A +| +\z", ""), _replace(" {2,}", " ")]
+    adds_space = file.metadata.get(_PREFIX + "add_space_prefix", True) is not False
+    metaspace: Component = {
+        "type": "Metaspace",
+        "replacement": _SPACE,
+        "prepend_scheme": "always" if adds_space else "never",
+        # words can be tokenized on their own if no token has a space in the middle
+        "split": not any(
+            _SPACE in token[1:]
+            for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+            if kind == _NORMAL
+        ),
+    }
+    return {
+        "normalizer": _sequence("normalizers", normalizers) if normalizers else None,
+        "pre_tokenizer": metaspace,
+        "decoder": metaspace,
+        "model": {
+            "type": "Unigram",
+            "unk_id": _require_unknown(vocabulary),
+            "vocab": list(zip(vocabulary.tokens, scores, strict=True)),
+            "byte_fallback": _BYTE in vocabulary.types,
+        },
+    }
+
+
+def _replace(pattern: str, content: str) -> Component:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+def _read_charsmap(file: GGUFFile) -> bytes:
+    """Returns SentencePiece's table of normalized characters, or nothing. Its layout is [size of
+    the trie: 4 bytes, trie, null-terminated texts]."""
+    key = _PREFIX + "precompiled_charsmap"
+    value = file.metadata.get(key)
+    if value is None:
+        return b""
+    table = b""
+    if isinstance(value, Array) and value.kind in ("u8", "i8"):
+        table = bytes(value.data)
+    elif isinstance(value, Array) and value.kind == "string":  # Ollama's: characters of base64
+        with contextlib.suppress(ValueError):
+            table = base64.b64decode(b"".join(value.strings()), validate=True)
+    size = int.from_bytes(table[:4], "little")
+    if not 0 < size < len(table) - 4 or size % 4 or table[-1]:
+        raise _error(file, f"{key} is not a table of SentencePiece")
+    return table
+
+
+def _require_unknown(vocabulary: Vocabulary) -> int:
+    if vocabulary.unknown is None:
+        raise _error(vocabulary.file, f"it has no {_PREFIX}unknown_token_id")
+    return vocabulary.unknown
+
+
 _BUILDERS = {
     "gpt2": _build_byte_level,
     "llama": _build_sentencepiece,
     "gemma4": _build_gemma4,
+    "bert": _build_word_piece,
+    "t5": _build_unigram,
 }
 
 
@@ -234,9 +437,7 @@ def _make_sentencepiece(
     ]
     if adds_space:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = vocabulary.find_token("unknown_token_id")
-    if unknown is None and _UNKNOWN in vocabulary.types:
-        unknown = vocabulary.types.index(_UNKNOWN)
+    unknown = vocabulary.unknown
     return {
         "normalizer": _sequence("normalizers", [prepend, replace]) if adds_space else replace,
         "pre_tokenizer": None,

@@ -51,6 +51,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "glm4_moe_lite": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "kimi_k2": "deepseek2",
 }
 
 _PAIRED = ("llama", "mistral3", "smollm3", "granite")

@@ -22,8 +22,8 @@ import tokenizers
 
 from app.core.errors import AppError
 from app.store.gguf.tokenizer import build_tokenizer, read_vocabulary
-from models.gguf import reader
 from models.gguf.architectures import read_config, rename_tensors
+from models.gguf.ollama_variant import read_model
 from models.gguf.reader import GGUFError
 from tests.models.gguf.raw_file import (
     ARRAY,
@@ -41,6 +41,19 @@ from tests.models.gguf.raw_file import (
 EXTREMES = (0, 1, 2, 3, 7, 31, 32, 63, 64, 65, 255, 256, 4096, 1 << 16, 1 << 20, (1 << 31) - 1)
 EXTREMES += (1 << 31, (1 << 32) - 1, 1 << 40, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 
+# the values of strings: architectures and tokenizers, and invalid ones
+_TEXTS = (
+    b"",
+    b"llama",
+    b"gptoss",
+    b"gemma3",
+    b"glm4moelite",
+    b"bert",
+    b"t5",
+    b"\xff\n",
+    b"x" * 300,
+)
+
 # the most seconds and bytes of memory that one file may take
 MAX_SECONDS, MAX_GROWTH = 2.0, 256 << 20
 
@@ -54,8 +67,8 @@ class Sample:
     data: bytes
 
 
-def make_sample() -> Sample:
-    """A Llama of one layer, whose tokenizer has six tokens."""
+def make_sample(tokenizer: str) -> Sample:
+    """A Llama of one layer, whose tokenizer has six tokens. tokenizer: tokenizer.ggml.model."""
     words = ["<unk>", "<s>", "</s>", "a", "b", "ab"]
     integers = {
         "block_count": 1,
@@ -70,7 +83,7 @@ def make_sample() -> Sample:
     entries += [
         entry("llama.rope.freq_base", 6, struct.pack("<f", 10000.0)),
         int_entry("general.alignment", 32),
-        text_entry("tokenizer.ggml.model", "gpt2"),
+        text_entry("tokenizer.ggml.model", tokenizer),
         text_entry("tokenizer.ggml.pre", "llama-bpe"),
         entry("tokenizer.ggml.tokens", ARRAY, array(STRING, [string(word) for word in words])),
         entry(
@@ -79,6 +92,12 @@ def make_sample() -> Sample:
             array(5, [struct.pack("<i", kind) for kind in (2, 3, 3, 1, 1, 1)]),
         ),
         entry("tokenizer.ggml.merges", ARRAY, array(STRING, [string("a b")])),
+        entry("tokenizer.ggml.scores", ARRAY, array(6, [struct.pack("<f", -1.0)] * 6)),
+        # a trie of one node without characters
+        entry(
+            "tokenizer.ggml.precompiled_charsmap", ARRAY, array(0, [*map(bytes, [[4]] + [[0]] * 8)])
+        ),
+        int_entry("tokenizer.ggml.unknown_token_id", 0),
         int_entry("tokenizer.ggml.bos_token_id", 1),
         int_entry("tokenizer.ggml.eos_token_id", 2),
         text_entry("tokenizer.chat_template", "{{ messages }}"),
@@ -167,7 +186,7 @@ def _replace_part(entries: list[bytes], tensors: list[bytes], rng: random.Random
                 entry(name, 5, struct.pack("<i", rng.choice((-1, -(1 << 31), 5)))),
                 entry(name, 6, struct.pack("<f", rng.choice((0.0, -1.0, float("nan"), 1e38)))),
                 entry(name, 7, bytes([rng.randrange(3)])),
-                entry(name, STRING, string(rng.choice((b"", b"llama", b"\xff\n", b"x" * 300)))),
+                entry(name, STRING, string(rng.choice(_TEXTS))),
                 entry(name, ARRAY, array(5, [struct.pack("<i", -1)] * rng.randrange(9))),
                 entry(name, ARRAY, array(STRING, [string(b"a b")] * rng.randrange(9))),
                 entry(name, ARRAY, array(STRING, [string(rng.randbytes(3))] * rng.randrange(9))),
@@ -200,7 +219,7 @@ def check(path: Path) -> str:
     """Returns the outcome: "valid", or the kind of the error. Raises AssertionError for an error
     that is not one line or does not name the file, and any other exception."""
     try:
-        file = reader.read(path)
+        file = read_model(path)
         read_config(file)
         rename_tensors(file)
         built = json.dumps(build_tokenizer(read_vocabulary(file)))
@@ -219,13 +238,15 @@ def check(path: Path) -> str:
 
 def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
     """Checks `count` mutated files, and returns the number of each outcome."""
-    rng, sample, outcomes = random.Random(seed), make_sample(), Counter[str]()
+    rng, outcomes = random.Random(seed), Counter[str]()
     path = folder / "mutated.gguf"
-    path.write_bytes(gguf(sample.entries, sample.tensors, sample.data))
-    assert check(path) == "valid"
+    samples = [make_sample(tokenizer) for tokenizer in ("gpt2", "llama", "bert", "t5")]
+    for sample in samples:
+        path.write_bytes(gguf(sample.entries, sample.tensors, sample.data))
+        assert check(path) == "valid"
     memory = _peak_memory()
     for number in range(count):
-        path.write_bytes(mutate(sample, rng))
+        path.write_bytes(mutate(rng.choice(samples), rng))
         started = time.process_time()
         outcomes[check(path)] += 1
         assert time.process_time() - started < MAX_SECONDS, f"seed {seed}, file {number}"
