@@ -1,7 +1,8 @@
 """`make bench ARGS=blocks`: products with GGUF's block types, and with MLX's affine packing.
 
-One thread, a matrix that stays in the second cache, random numbers. The figures are the shortest
-times of many calls, so they show the instructions and not the memory.
+One thread, a matrix that stays in the second cache, random numbers, 16 bits of x, as for GGUF
+files. The figures are the shortest times of many calls, so they show the instructions and not the
+memory.
 """
 
 import time
@@ -14,7 +15,7 @@ from models import kernels
 from models.gguf.ggml_types import GGML_TYPES
 from tests.models.gguf.random_blocks import SCALES, make_blocks
 
-OUTPUTS, INPUTS = 768, 2048
+OUTPUTS, INPUTS, ACTIVATIONS = 768, 2048, 16
 # rows of x: calls
 CALLS = {1: 400, 4: 400, 8: 200, 96: 40}
 
@@ -40,11 +41,14 @@ def _measure(ops: Any) -> Iterator[tuple[str, float, list[float]]]:
         weight = mx.random.normal((OUTPUTS, INPUTS))
         words, *scales = mx.quantize(weight, group, bits)
         parts = [ops.repack_scales(part.astype(mx.float16)) for part in scales]
-        matmul = ops.Matmul(ops.repack(words, bits), *parts, group_size=group, bits=bits)
+        words = ops.repack(words, bits)
+        matmul = ops.Matmul(words, *parts, group_size=group, bits=bits, activations=ACTIVATIONS)
         yield f"affine {bits} bits, groups of {group}", bits + 32 / group, list(_time(matmul))
     for type_id in SCALES:
         panels = ops.repack_blocks(make_blocks(type_id, OUTPUTS, INPUTS), type_id)
-        matmul = ops.Matmul.from_blocks(panels, type_id=type_id, outputs=OUTPUTS, inputs=INPUTS)
+        matmul = ops.Matmul.from_blocks(
+            panels, type_id=type_id, outputs=OUTPUTS, inputs=INPUTS, activations=ACTIVATIONS
+        )
         yield GGML_TYPES[type_id].name, panels.nbytes * 8 / (OUTPUTS * INPUTS), list(_time(matmul))
 
 

@@ -3,8 +3,10 @@
 make bench-cpu                                          everything; many hours
 make bench-cpu ARGS="--against llama --sizes 110M --formats q4 q8 --threads 1"
 make bench-cpu ARGS="--against --baseline 8b51e97"      only with an older commit
+make bench-cpu ARGS="--against llama --sizes 110M --formats Q4_K_M --files model.gguf"
 make bench-cpu ARGS="profile --size 110M --format q4 --streams 8 --threads 1"
 
+Both engines read the same file for GGUF's file types (random blocks) and for --files.
 The report and its plots are written to build/bench-cpu; --write also replaces those of
 docs/benchmarks.md. Peers are named by variables, and left out if they are not set:
 
@@ -28,7 +30,7 @@ from pathlib import Path
 
 from benchmarks import cpu_http, cpu_limits, cpu_llama, cpu_profile, cpu_report
 from benchmarks.cpu_backends import CLEARED_VARIABLES, ROOT
-from benchmarks.cpu_cells import FORMATS, SHAPES, WORKLOADS, Workload
+from benchmarks.cpu_cells import FORMATS, GGUF_FILE, SHAPES, WORKLOADS, Workload
 from benchmarks.cpu_llama import LlamaPrograms
 from benchmarks.cpu_rounds import BarePlan, BareResults, measure_bare_loops
 from benchmarks.delivery import clone_baseline
@@ -45,6 +47,7 @@ class Plan:
 
     sizes: Sequence[str]
     forms: Sequence[str]
+    files: Sequence[Path]
     threads: Sequence[int]
     works: Sequence[Workload]
     peers: Sequence[str]
@@ -144,6 +147,7 @@ def _measure_bare_loops(plan: Plan, raw: Path | None) -> BareResults:
     bare = BarePlan(
         sizes=plan.sizes,
         forms=plan.forms,
+        files=plan.files,
         threads=plan.threads,
         works=plan.works,
         rounds=plan.rounds,
@@ -160,9 +164,12 @@ def _make_plan(arguments: argparse.Namespace) -> Plan:
     """Raises ValueError."""
     # a failing variable is reported before checkouts are built
     llama = cpu_llama.find_programs()
+    if "http" in arguments.against and any(FORMATS[form].is_file for form in arguments.formats):
+        raise ValueError("servers are not measured with GGUF's file types")
     return Plan(
         sizes=arguments.sizes,
         forms=arguments.formats,
+        files=arguments.files,
         threads=sorted(arguments.threads),
         works=[WORKLOADS[name] for name in WORKLOADS if name in arguments.workloads],
         peers=arguments.against,
@@ -182,7 +189,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("what", nargs="?", choices=("all", "profile"), default="all")
     lists = (
         ("--sizes", "+", list(SHAPES), list(SIZES), str),
-        ("--formats", "+", list(FORMATS), list(FORMS), str),
+        ("--formats", "+", [form for form in FORMATS if form != GGUF_FILE], list(FORMS), str),
+        ("--files", "*", None, [], Path),
         ("--threads", "+", None, [1, 2], int),
         ("--workloads", "+", list(WORKLOADS), list(WORKLOADS), str),
         ("--against", "*", PEERS, list(PEERS), str),

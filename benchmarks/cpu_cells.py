@@ -64,15 +64,21 @@ SHAPES: Mapping[str, ModelShape] = {
 }
 
 
+# the format of a file that is measured as it is, whose size is its name
+GGUF_FILE = "file"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """bits: of a quantized weight, in groups of `group`. dtype: of a plain weight, or of scales.
-    gguf: the nearest type in llama.cpp."""
+    gguf: the nearest type in llama.cpp. is_file: whether both engines read a GGUF file of this file
+    type; the other fields have no meaning then."""
 
     dtype: str
     gguf: str
     bits: int | None = None
     group: int = 64
+    is_file: bool = False
 
 
 FORMATS: Mapping[str, Format] = {
@@ -84,6 +90,10 @@ FORMATS: Mapping[str, Format] = {
     # the group size of llama.cpp
     "q8-g32": Format(dtype="float32", gguf="Q8_0", bits=8, group=32),
     "q4-g32": Format(dtype="float32", gguf="Q4_0", bits=4, group=32),
+    **{
+        kind: Format(dtype="float32", gguf=kind, is_file=True)
+        for kind in ("Q4_0", "Q8_0", "Q6_K", "Q4_K_M", GGUF_FILE)
+    },
 }
 # the format of published 4-bit models
 PUBLISHED = "q4-bf16"

@@ -1,8 +1,8 @@
-"""Writes the weights of a model folder as a GGUF file, for llama.cpp.
+"""Writes the weights of a model folder, or random blocks, as a GGUF file for llama.cpp.
 
-Knows: GGUF (version 3), llama.cpp's Q8_0 and Q4_0, the names of its tensors. Must not know: MLX,
-processes. Each printable character is a token, so a text has as many tokens as letters, and all
-other ids above the bytes are visible pieces.
+Knows: GGUF (version 3), llama.cpp's Q8_0 and Q4_0, the names of its tensors, and the types of the
+tensors of its file types. Must not know: processes. Each printable character is a token, so a text
+has as many tokens as letters, and all other ids above the bytes are visible pieces.
 """
 
 import string
@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.cpu_cells import MAX_POSITIONS, ModelShape
 from benchmarks.cpu_weights import StoredWeights
+from tests.models.gguf.random_blocks import IDS, make_blocks
 
 BOS, EOS = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
@@ -42,19 +43,75 @@ _TENSORS: Mapping[str, str] = {
 }
 
 
+# the shape, the code of the type and the bytes of a tensor
+_Tensor = tuple[tuple[int, ...], int, np.ndarray]
+
+
 def write(file: Path, weights: StoredWeights) -> None:
     """Write the file. The quantized tensors are in memory meanwhile."""
-    metadata = _make_metadata(weights.shape)
     kind = weights.format.gguf
     names = sorted(weights.names())
     tensors = {name: _make_tensor(weights, name, kind) for name in names}
+    _write_tensors(file, weights.shape, tensors)
+
+
+def write_random_blocks(file: Path, shape: ModelShape, file_type: str) -> None:
+    """Write random blocks, in the types that llama-quantize chooses for the file type."""
+    tensors: dict[str, _Tensor] = {}
+    for name, size in _list_shapes(shape).items():
+        if len(size) == 1:
+            tensors[name] = size, _TENSOR_TYPES["F32"], np.ones(size, np.float32)
+        else:
+            code = IDS[_choose_type(name, shape.layers, file_type)]
+            tensors[name] = size, code, np.array(make_blocks(code, *size, seed=len(tensors)))
+    _write_tensors(file, shape, tensors)
+
+
+def _choose_type(name: str, layers: int, file_type: str) -> str:
+    if file_type != "Q4_K_M":
+        return file_type
+    if name.startswith("model.embed_tokens"):
+        return "Q6_K"
+    layer = int(name.split(".")[2])
+    eighth = layers // 8
+    has_more_bits = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return "Q6_K" if has_more_bits and ("v_proj" in name or "down_proj" in name) else "Q4_K"
+
+
+def _list_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights, by our names."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    of_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (shape.width,),
+        "self_attn.q_proj": (queries, shape.width),
+        "self_attn.k_proj": (keys, shape.width),
+        "self_attn.v_proj": (keys, shape.width),
+        "self_attn.o_proj": (shape.width, queries),
+        "post_attention_layernorm": (shape.width,),
+        "mlp.gate_proj": (shape.inner, shape.width),
+        "mlp.up_proj": (shape.inner, shape.width),
+        "mlp.down_proj": (shape.width, shape.inner),
+    }
+    if shape.kind == "qwen3":
+        of_layer |= {f"self_attn.{one}_norm": (shape.head_dim,) for one in "qk"}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab, shape.width),
+        "model.norm.weight": (shape.width,),
+    }
+    for layer in range(shape.layers):
+        found |= {f"model.layers.{layer}.{path}.weight": size for path, size in of_layer.items()}
+    return found
+
+
+def _write_tensors(file: Path, shape: ModelShape, tensors: Mapping[str, _Tensor]) -> None:
+    metadata = _make_metadata(shape)
     with file.open("wb") as out:
-        out.write(b"GGUF" + struct.pack("<IQQ", 3, len(names), len(metadata)))
+        out.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
         for key, (code, value) in metadata.items():
             out.write(_pack_text(key) + struct.pack("<I", code) + _pack_value(code, value))
         offset = 0
-        for name, (shape, code, packed) in tensors.items():
-            dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        for name, (size, code, packed) in tensors.items():
+            dimensions = struct.pack(f"<I{len(size)}Q", len(size), *reversed(size))
             out.write(_pack_text(_rename(name)) + dimensions + struct.pack("<IQ", code, offset))
             offset += _align(packed.nbytes)
         out.write(bytes(_align(out.tell()) - out.tell()))
@@ -63,10 +120,8 @@ def write(file: Path, weights: StoredWeights) -> None:
             out.write(bytes(_align(packed.nbytes) - packed.nbytes))
 
 
-def _make_tensor(
-    weights: StoredWeights, name: str, kind: str
-) -> tuple[tuple[int, ...], int, np.ndarray]:
-    """The shape, the type and the bytes of a tensor. Norms are float32."""
+def _make_tensor(weights: StoredWeights, name: str, kind: str) -> _Tensor:
+    """Norms are float32."""
     plain = weights.read(name)
     if plain.ndim == 1:
         return plain.shape, _TENSOR_TYPES["F32"], plain.astype(np.float32)

@@ -97,8 +97,8 @@ def format_limits(limits: Limits) -> list[str]:
 
 
 def compute_limit(cell: Cell, limits: Limits) -> float | None:
-    """The most tokens per second of a cell. None without limits."""
-    if not limits:
+    """The most tokens per second of a cell. None without limits, and for GGUF files."""
+    if not limits or FORMATS[cell.form].is_file:
         return None
 
     def rate(*names: str) -> float:

@@ -16,9 +16,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from app import store
 from app.core.settings import ActivationPrecision
+from app.engine.model_info import complete_config
 from app.engine.precision import choose_activation_bits, choose_kv_dtype
-from app.engine.weights import list_parameters
+from app.engine.weights import list_parameters, open_model, read_weights
 from models import architectures, cpu_backend, kernels
 from models.base import Model, select_all, select_last
 from models.cpu_layout import (
@@ -158,7 +160,12 @@ class MlxWorker:
 
 def load(folder: Path, *, stock: bool = False, activations: ActivationPrecision = "auto") -> Model:
     """Load a model with the CPU layout, as the engine does; or with `stock` in the stored types, as
-    in mlx-lm."""
+    in mlx-lm. folder: or a GGUF file."""
+    if folder.suffix == ".gguf":
+        files = complete_config(store.find(str(folder)))
+        opened = open_model(files, None, activations=activations)
+        read_weights(opened, files.path, lambda _percent, _bytes: None)
+        return opened
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     model = architectures.build(json.loads((folder / "config.json").read_text()), weights)

@@ -1,4 +1,5 @@
-"""Random weights of a shape in a format, for MLX: a folder that `build` and mlx-lm load.
+"""Random weights of a shape in a format, for MLX: a folder that `build` and mlx-lm load, or for
+GGUF's types of files, a folder with such a file.
 
 python -m benchmarks.cpu_models FOLDER SIZE FORMAT           config.json and weights
 python -m benchmarks.cpu_models FOLDER SIZE FORMAT served    with a tokenizer, as servers need
@@ -13,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from benchmarks import random_model
+from benchmarks import cpu_gguf, random_model
 from benchmarks.cpu_cells import (
     FORMATS,
     MAX_POSITIONS,
@@ -72,6 +73,9 @@ def write(folder: Path, size: str, form: str, *, served: bool = False) -> None:
     text."""
     shape, chosen = SHAPES[size], FORMATS[form]
     folder.mkdir(parents=True, exist_ok=True)
+    if chosen.is_file:
+        cpu_gguf.write_random_blocks(folder / "model.gguf", shape, chosen.gguf)
+        return
     (folder / "config.json").write_text(json.dumps(make_config(shape, chosen)))
     mx.save_safetensors(str(folder / "model.safetensors"), make_weights(shape, chosen))
     if served:

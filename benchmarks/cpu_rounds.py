@@ -26,6 +26,7 @@ from benchmarks.cpu_backends import (
 )
 from benchmarks.cpu_cells import (
     FORMATS,
+    GGUF_FILE,
     LONG_DECODE,
     SHAPES,
     Cell,
@@ -49,11 +50,13 @@ LONG_WORKS = (LONG_DECODE, prefill(8192))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarePlan:
-    """stock: whether to measure stock MLX. llama: None to leave it out. openvino: a Python, or
-    None. checkouts: of older commits, by commit. budget: seconds per cell, backend and round."""
+    """files: GGUF files to measure, too. stock: whether to measure stock MLX. llama: None to leave
+    it out. openvino: a Python, or None. checkouts: of older commits, by commit. budget: seconds per
+    cell, backend and round."""
 
     sizes: Sequence[str]
     forms: Sequence[str]
+    files: Sequence[Path]
     threads: Sequence[int]
     works: Sequence[Workload]
     rounds: int
@@ -77,12 +80,13 @@ class BareResults:
 def measure_bare_loops(plan: BarePlan, raw: Path | None = None) -> BareResults:
     """raw: a file to which each measurement is appended as a line of JSON."""
     results = BareResults()
-    for size, form in itertools.product(plan.sizes, plan.forms):
+    models = [*itertools.product(plan.sizes, plan.forms)]
+    for size, form in [*models, *((str(file), GGUF_FILE) for file in plan.files)]:
         with tempfile.TemporaryDirectory() as place:
             files = write_models(Path(place), size, form, plan)
             for threads in plan.threads:
                 cells = [
-                    Cell(size=size, form=form, threads=threads, workload=work)
+                    Cell(size=files.size, form=form, threads=threads, workload=work)
                     for work in plan.works
                     if size == plan.sizes[0] or work not in LONG_WORKS
                 ]
@@ -101,7 +105,8 @@ def measure_bare_loops(plan: BarePlan, raw: Path | None = None) -> BareResults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """folder: for MLX and OpenVINO. gguf: for llama.cpp; None if it is not measured."""
+    """folder: for MLX and OpenVINO, or the GGUF file that all read. gguf: for llama.cpp; None if it
+    is not measured."""
 
     folder: Path
     size: str
@@ -110,13 +115,17 @@ class ModelFiles:
 
 
 def write_models(place: Path, size: str, form: str, plan: BarePlan) -> ModelFiles:
-    """Write the weights in a separate process, which frees its memory on exit."""
+    """Write the weights in a separate process, which frees its memory on exit. size: or a file."""
+    if form == GGUF_FILE:
+        return ModelFiles(folder=Path(size), size=Path(size).stem, form=form, gguf=Path(size))
     print(f"writing {size} {form}", file=sys.stderr)
     folder = place / size
     write = [sys.executable, "-m", "benchmarks.cpu_models", str(folder), size, form]
     subprocess.run(write, cwd=ROOT, env=make_environment({}), check=True)
     gguf = None
-    if plan.llama is not None:
+    if FORMATS[form].is_file:
+        folder = gguf = folder / "model.gguf"
+    elif plan.llama is not None:
         gguf = place / f"{size}.gguf"
         cpu_gguf.write(gguf, StoredWeights(folder, SHAPES[size], FORMATS[form]))
     return ModelFiles(folder=folder, size=size, form=form, gguf=gguf)
@@ -167,6 +176,8 @@ def _list_backends(
     if plan.llama is not None and files.gguf is not None:
         programs, gguf = plan.llama, files.gguf
         yield lambda: BatchedBench(programs, gguf, threads)
+    if FORMATS[files.form].is_file:
+        return
     if plan.openvino is not None:
         command = [plan.openvino, "-m", "benchmarks.cpu_openvino", str(files.folder)]
         command += [files.size, files.form, str(threads)]

@@ -3,15 +3,16 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks import cpu_gguf, cpu_models
+from benchmarks import cpu_gguf, cpu_mlx, cpu_models
 from benchmarks.cpu_backends import BackendError
 from benchmarks.cpu_cells import FORMATS, Format, ModelShape, decode, prefill
 from benchmarks.cpu_http import run_llama_server
@@ -26,6 +27,7 @@ from benchmarks.cpu_llama import (
 )
 from benchmarks.cpu_weights import StoredWeights
 from models import architectures
+from models.gguf import reader
 from tests.server_process import ROOT
 
 pytestmark = pytest.mark.exhaustive  # a tool of developers
@@ -204,6 +206,33 @@ def test_a_gguf_file_has_the_weights_and_mlx_reads_it(tmp_path, form, error):
         expected = stored.read(f"{name}.weight")
         found = dequantize(arrays, path, chosen, group=32)
         assert np.abs(found - expected).max() <= error * np.abs(expected).max() + 1e-7
+
+
+BLOCKS = replace(QWEN, width=256, heads=8, inner=512, layers=8)
+# layers whose values and second MLP matrix llama-quantize stores in Q6_K in a file of Q4_K_M
+MORE_BITS = (0, 3, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("form", "most", "some", "embedding"),
+    [("Q4_K_M", "Q4_K", "Q6_K", "Q6_K"), ("Q6_K", *3 * ["Q6_K"]), ("Q8_0", *3 * ["Q8_0"])],
+)
+def test_random_blocks_have_the_types_of_llama_quantize(
+    tmp_path, monkeypatch, form, most, some, embedding
+):
+    monkeypatch.setitem(cast(Any, cpu_models.SHAPES), "blocks", BLOCKS)
+    cpu_models.write(tmp_path, "blocks", form)
+    tensors = reader.read(tmp_path / "model.gguf").tensors
+    assert tensors["token_embd.weight"].type.name == embedding
+    for i in range(BLOCKS.layers):
+        for path in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"):
+            assert tensors[f"blk.{i}.{path}.weight"].type.name == most
+        for path in ("attn_v", "ffn_down"):
+            expected = some if i in MORE_BITS else most
+            assert tensors[f"blk.{i}.{path}.weight"].type.name == expected
+    model = cpu_mlx.load(tmp_path / "model.gguf")
+    hidden = model(mx.array([[1, 2, 3]]), model.make_kv())
+    assert np.isfinite(np.array(hidden)).all()
 
 
 def test_queries_of_a_llama_are_in_the_order_that_llama_cpp_rotates(tmp_path):
