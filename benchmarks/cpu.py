@@ -190,7 +190,7 @@ def make_parser() -> argparse.ArgumentParser:
     lists = (
         ("--sizes", "+", list(SHAPES), list(SIZES), str),
         ("--formats", "+", [form for form in FORMATS if form != GGUF_FILE], list(FORMS), str),
-        ("--files", "*", None, [], Path),
+        ("--files", "*", None, list[Path](), Path),
         ("--threads", "+", None, [1, 2], int),
         ("--workloads", "+", list(WORKLOADS), list(WORKLOADS), str),
         ("--against", "*", PEERS, list(PEERS), str),

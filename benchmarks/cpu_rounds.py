@@ -117,7 +117,8 @@ class ModelFiles:
 def write_models(place: Path, size: str, form: str, plan: BarePlan) -> ModelFiles:
     """Write the weights in a separate process, which frees its memory on exit. size: or a file."""
     if form == GGUF_FILE:
-        return ModelFiles(folder=Path(size), size=Path(size).stem, form=form, gguf=Path(size))
+        path = Path(size).resolve()
+        return ModelFiles(folder=path, size=path.stem, form=form, gguf=path)
     print(f"writing {size} {form}", file=sys.stderr)
     folder = place / size
     write = [sys.executable, "-m", "benchmarks.cpu_models", str(folder), size, form]

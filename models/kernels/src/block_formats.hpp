@@ -83,6 +83,13 @@ inline constexpr std::uint8_t kE2m1Table[16] = {12, 13, 14, 15, 16, 18, 20, 24,
   return format >= WeightFormat::ggml_q4_0;
 }
 
+// Whether a product multiplies by the small scales as integers, with x rounded to `planes` bytes
+// (matmul_block_integers.hpp). Three bytes, or the codes of a table, would need more than 32 bits.
+// With one byte, a scale of x per group is worth its time.
+[[gnu::always_inline]] inline constexpr bool has_integer_scales(const BlockFormat& f, int planes) {
+  return f.scales >= BlockScales::k_pair && !f.table && planes == 2;
+}
+
 [[gnu::always_inline]] inline constexpr int span_numbers(int high_bits) {
   return high_bits == 2 ? 16 : 32;
 }

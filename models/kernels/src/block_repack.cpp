@@ -93,13 +93,22 @@ void decode_short_block(WeightFormat format, const uint8_t* raw, int i, DecodedC
 
 // 64 bytes with two bits of 256 numbers: four runs of 32 numbers share 32 bytes
 void add_pairs_of_bits(const uint8_t* packed, int shift, uint8_t* codes) {
-  for (int i = 0; i < 256; i++)
-    codes[i] |= (packed[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << shift;
+  for (int run = 0; run < 8; run++)
+    for (int i = 0; i < 32; i++)
+      codes[32 * run + i] |= (packed[run / 4 * 32 + i] >> run % 4 * 2 & 3) << shift;
 }
 
-// 128 bytes, of which 32 contain two runs of 32 numbers
+// one bit of 256 numbers: eight runs of 32 numbers share 32 bytes
+void add_single_bits(const uint8_t* packed, int shift, uint8_t* codes) {
+  for (int run = 0; run < 8; run++)
+    for (int i = 0; i < 32; i++) codes[32 * run + i] |= (packed[i] >> run & 1) << shift;
+}
+
+// 128 bytes, of which `kBytes` contain two runs of as many numbers
+template <int kBytes>
 void decode_runs(const uint8_t* packed, uint8_t* codes) {
-  for (int i = 0; i < 256; i++) codes[i] = packed[i / 64 * 32 + i % 32] >> i % 64 / 32 * 4 & 15;
+  for (int i = 0; i < 128; i += kBytes, packed += kBytes, codes += 2 * kBytes)
+    for (int k = 0; k < kBytes; k++) codes[k] = packed[k] & 15, codes[k + kBytes] = packed[k] >> 4;
 }
 
 void decode_six_bit_scales(const uint8_t* packed, DecodedChunk& out) {
@@ -119,14 +128,12 @@ void decode_long_block(WeightFormat format, const uint8_t* raw, DecodedChunk& ou
       const bool has_high = format == WeightFormat::ggml_q5_k;
       copy_half(raw, out.d), copy_half(raw + 2, out.dmin);
       decode_six_bit_scales(raw + 4, out);
-      decode_runs(raw + (has_high ? 48 : 16), out.codes);
-      for (int i = 0; has_high && i < 256; i++)
-        out.codes[i] |= (raw[16 + i % 32] >> i / 32 & 1) << 4;
+      decode_runs<32>(raw + (has_high ? 48 : 16), out.codes);
+      if (has_high) add_single_bits(raw + 16, 4, out.codes);
       return;
     }
     case WeightFormat::ggml_q6_k:
-      for (int i = 0; i < 256; i++)  // in each half, the low nibbles of 64 bytes, then the high ones
-        out.codes[i] = raw[i / 128 * 64 + i % 64] >> i % 128 / 64 * 4 & 15;
+      decode_runs<64>(raw, out.codes);
       add_pairs_of_bits(raw + 128, 4, out.codes);
       for (int j = 0; j < 16; j++) out.scales[j][0] = raw[192 + j];
       return copy_half(raw + 208, out.d);
@@ -137,7 +144,7 @@ void decode_long_block(WeightFormat format, const uint8_t* raw, DecodedChunk& ou
       return copy_half(raw + 82, out.dmin);
     case WeightFormat::ggml_q3_k:
       add_pairs_of_bits(raw + 32, 0, out.codes);
-      for (int i = 0; i < 256; i++) out.codes[i] |= (raw[i % 32] >> i / 32 & 1) << 2;
+      add_single_bits(raw, 2, out.codes);
       for (int j = 0; j < 16; j++) {
         const int low = raw[96 + j % 8] >> j / 8 * 4 & 15;
         const int high = raw[104 + j % 4] >> j / 4 * 2 & 3;
@@ -156,29 +163,42 @@ void decode_long_block(WeightFormat format, const uint8_t* raw, DecodedChunk& ou
   }
 }
 
-// Stores `bits` bits of the codes of row n, from bit `from` on. Returns the place behind the words.
-std::uint32_t* store_codes(const uint8_t* codes, int numbers, int from, int bits, int64_t n,
-                           std::uint32_t* out) {
-  const int per_word = 32 / bits;
-  for (int i = 0; i < numbers; i += per_word, out += kPanelRows) {
+// Stores kBits bits of the codes of row n, from bit kFrom on. Returns the place behind the words.
+template <int kFrom, int kBits>
+std::uint32_t* store_codes(const uint8_t* codes, int numbers, int64_t n, std::uint32_t* out) {
+  constexpr int kFours = 8 / kBits;  // fours in a word
+  constexpr std::uint32_t kMask = ((1u << kBits) - 1) * 0x01010101u;
+  for (int i = 0; i < numbers; i += 4 * kFours, out += kPanelRows) {
     std::uint32_t word = 0;
-    for (int k = 0; k < per_word; k++)
-      word |= (codes[i + k] >> from & ((1u << bits) - 1)) << (k % 4 * 8 + k / 4 * bits);
+    for (int k = 0; k < kFours; k++) {
+      std::uint32_t four;
+      std::memcpy(&four, codes + i + 4 * k, sizeof four);
+      word |= (four >> kFrom & kMask) << k * kBits;
+    }
     out[n] = word;
   }
   return out;
+}
+
+template <int kLow, int kHigh>
+void store_spans(const uint8_t* codes, int64_t numbers, int64_t n, std::uint32_t* words) {
+  constexpr int kSpan = span_numbers(kHigh);
+  for (int64_t k = 0; k < numbers; k += kSpan) {
+    words = store_codes<0, kLow>(codes + k, kSpan, n, words);
+    if constexpr (kHigh != 0) words = store_codes<kLow, kHigh>(codes + k, kSpan, n, words);
+  }
 }
 
 void store_chunk(const BlockFormat& f, const DecodedChunk& decoded, int64_t numbers, int64_t n,
                  char* chunk) {
   const ChunkParts parts = chunk_parts(f, numbers);
   auto* words = reinterpret_cast<std::uint32_t*>(chunk);
-  const int span = span_numbers(f.high_bits);
-  for (int64_t k = 0; k < numbers; k += span) {
-    words = store_codes(decoded.codes + k, span, 0, f.low_bits, n, words);
-    if (f.high_bits)
-      words = store_codes(decoded.codes + k, span, f.low_bits, f.high_bits, n, words);
-  }
+  if (f.low_bits == 8) store_spans<8, 0>(decoded.codes, numbers, n, words);
+  else if (f.low_bits == 2 && f.high_bits == 0) store_spans<2, 0>(decoded.codes, numbers, n, words);
+  else if (f.low_bits == 2) store_spans<2, 1>(decoded.codes, numbers, n, words);
+  else if (f.high_bits == 0) store_spans<4, 0>(decoded.codes, numbers, n, words);
+  else if (f.high_bits == 1) store_spans<4, 1>(decoded.codes, numbers, n, words);
+  else store_spans<4, 2>(decoded.codes, numbers, n, words);
   char* small = chunk + parts.codes * kPanelRows;
   const int64_t groups = numbers / f.group;
   const bool pair = f.scales == BlockScales::f16_pair || f.scales == BlockScales::k_pair;
@@ -193,20 +213,25 @@ void store_chunk(const BlockFormat& f, const DecodedChunk& decoded, int64_t numb
   if (parts.supers == 4) std::memcpy(supers + 2 * (kPanelRows + n), decoded.dmin, 2);
 }
 
-void repack_row(WeightFormat format, const uint8_t* raw, int64_t width, int64_t n, char* panel) {
+// raw: the first of `rows` rows, which are `raw_bytes` apart. A chunk of the panel stays in the first
+// cache until it has all rows.
+void repack_panel(WeightFormat format, const uint8_t* raw, int64_t raw_bytes, int64_t width,
+                  int64_t rows, char* panel) {
   const BlockFormat f = block_format(format);
   const BlockSize size = block_size(format);
   DecodedChunk decoded{};
   for (int64_t k = 0; k < width; k += kChunkNumbers) {
     const int64_t numbers = std::min(width - k, kChunkNumbers);
-    if (size.numbers == kChunkNumbers) {
-      decode_long_block(format, raw, decoded);
-      raw += size.bytes;
-    } else {
-      for (int i = 0; i < numbers / size.numbers; i++, raw += size.bytes)
-        decode_short_block(format, raw, i, decoded);
+    const int64_t blocks = numbers / size.numbers;
+    for (int64_t n = 0; n < rows; n++) {
+      const uint8_t* row = raw + n * raw_bytes;
+      if (size.numbers == kChunkNumbers) decode_long_block(format, row, decoded);
+      else
+        for (int i = 0; i < blocks; i++)
+          decode_short_block(format, row + i * size.bytes, i, decoded);
+      store_chunk(f, decoded, numbers, n, panel);
     }
-    store_chunk(f, decoded, numbers, n, panel);
+    raw += blocks * size.bytes;
     panel += chunk_parts(f, numbers).bytes() * kPanelRows;
   }
 }
@@ -230,8 +255,8 @@ class RepackBlocksPrimitive : public CpuPrimitive {
             const int64_t first = i % panels * kPanelRows;
             char* panel = dst + i * kPanelRows * row_bytes;
             if (rows - first < kPanelRows) std::memset(panel, 0, kPanelRows * row_bytes);
-            for (int64_t n = 0; n < std::min(kPanelRows, rows - first); n++)
-              repack_row(format, src + (i / panels * rows + first + n) * raw_bytes, width, n, panel);
+            repack_panel(format, src + (i / panels * rows + first) * raw_bytes, raw_bytes, width,
+                         std::min(kPanelRows, rows - first), panel);
           });
         });
   }

@@ -146,7 +146,13 @@ inline void store_input(const std::int32_t* numbers, i64 count, std::int8_t* out
   }
 }
 
-// The sum of products. With one accumulator, it is an exact 32-bit integer.
+// The sum of products, exact. With two accumulators, it may have more than 32 bits.
+template <int kSums>
+inline RowInts join_exact(const IntVector (&sums)[kSums]) {
+  static_assert(kSums == 1);
+  return join_pairs(sums[0]);
+}
+// The same as float32.
 template <int kSums>
 inline SubVector join_sums(const IntVector (&sums)[kSums]) {
   SubVector total = to_float(sums[kSums - 1]);

@@ -34,6 +34,7 @@ inline void add_pairs(IntVector& sum, WordVector x, WordVector y) {
 inline IntVector add_int(IntVector x, IntVector y) {
   return {vaddq_s32(x.lo, y.lo), vaddq_s32(x.hi, y.hi)};
 }
-inline SubVector to_float(IntVector x) { return vcvtq_f32_s32(vpaddq_s32(x.lo, x.hi)); }
+inline RowInts join_pairs(IntVector x) { return vpaddq_s32(x.lo, x.hi); }
+inline SubVector to_float(IntVector x) { return vcvtq_f32_s32(join_pairs(x)); }
 
 }  // namespace mlxrunner::ISA

@@ -112,11 +112,17 @@ inline IntVector shift_and_add(IntVector high, IntVector low) {
   return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
 
-// The sum of products. With one or two planes, it is an exact 32-bit integer.
+// The sum of products, exact. With three planes, it may have more than 32 bits.
+template <int kPlanes>
+inline RowInts join_exact(const IntVector (&sums)[kPlanes]) {
+  static_assert(kPlanes < 3);
+  if constexpr (kPlanes == 1) return sums[0];
+  else return shift_and_add(sums[0], sums[1]);
+}
+// The same as float32.
 template <int kPlanes>
 inline SubVector join_sums(const IntVector (&sums)[kPlanes]) {
-  if constexpr (kPlanes == 1) return to_float(sums[0]);
-  else if constexpr (kPlanes == 2) return to_float(shift_and_add(sums[0], sums[1]));
+  if constexpr (kPlanes < 3) return to_float(join_exact(sums));
   else {
     SubVector total = to_float(sums[2]);
     add_product(total, to_float(shift_and_add(sums[0], sums[1])), broadcast(256));

@@ -2,13 +2,15 @@
 //
 // Knows: panels of blocks, the products of matmul_quantized.hpp. Must not know: threads.
 //
-// The codes of a chunk become integers of 4 or 8 bits, and its scales become float32. Then the
-// products are those of matmul_quantized.hpp, in the same order: for a few rows of x chunk by chunk,
-// so that the integers stay in the first cache, and for many rows a whole panel at a time. Scales and
-// biases are exact in float32: their factors have at most 11 and 8 bits.
+// The K types multiply by their small scales as integers, if x has two bytes per number
+// (matmul_block_integers.hpp). Otherwise, the codes of a chunk become integers of 4 or 8 bits, and its
+// scales become float32. Then the products are those of matmul_quantized.hpp, in the same order: for
+// a few rows of x chunk by chunk, so that the integers stay in the first cache, and for many rows a
+// whole panel at a time. Scales and biases are exact in float32: their factors have at most 11 and 8
+// bits.
 #pragma once
 
-#include "matmul_quantized.hpp"
+#include "matmul_block_integers.hpp"
 
 namespace mlxrunner::ISA {
 
@@ -18,67 +20,11 @@ struct ExpandedChunk {
   const float *scales, *biases;
 };
 
-inline constexpr i64 kMaxChunkGroups = kChunkNumbers / 16;
-
 // Memory for a chunk.
 struct ChunkBuffer {
   alignas(64) std::uint32_t words[kChunkNumbers / 4 * kPanelRows];
   alignas(64) float scales[kMaxChunkGroups * kPanelRows], biases[kMaxChunkGroups * kPanelRows];
 };
-
-// The words of kWordRows rows.
-using BlockWords [[gnu::vector_size(4 * kWordRows), gnu::may_alias, gnu::aligned(4)]] =
-    std::uint32_t;
-// `bits` bits of each byte of the words, from `from` on, moved to `to`.
-inline BlockWords move_bits(const std::uint32_t* at, int bits, int from, int to) {
-  const BlockWords words = *reinterpret_cast<const BlockWords*>(at);
-  const std::uint32_t mask = ((1u << bits) - 1) * 0x01010101u << to;
-  return (from < to ? words << (to - from) : words >> (from - to)) & mask;
-}
-
-// Spreads codes to bytes.
-template <int kLow, int kHigh>
-inline void spread_codes(const std::uint32_t* words, i64 numbers, std::uint32_t* out) {
-  constexpr int kSpan = span_numbers(kHigh), kLowFours = 8 / kLow,
-                kHighFours = kHigh ? 8 / kHigh : 1;
-  constexpr i64 kLowWords = kSpan * kLow / 32 * kPanelRows,
-                kWords = kSpan * (kLow + kHigh) / 32 * kPanelRows;
-  for (i64 k = 0; k < numbers; k += kSpan, words += kWords, out += kSpan / 4 * kPanelRows) {
-    for (i64 i = 0; i < kWords; i += 16)
-      prefetch(reinterpret_cast<std::uintptr_t>(words + i) + kPrefetchBytes);
-    MLXRUNNER_UNROLL
-    for (int four = 0; four < kSpan / 4; four++)
-      MLXRUNNER_UNROLL
-      for (int n = 0; n < kPanelRows; n += kWordRows) {
-        BlockWords codes = move_bits(words + four / kLowFours * kPanelRows + n, kLow,
-                                     four % kLowFours * kLow, 0);
-        if constexpr (kHigh != 0)
-          codes |= move_bits(words + kLowWords + four / kHighFours * kPanelRows + n, kHigh,
-                             four % kHighFours * kHigh, kLow);
-        *reinterpret_cast<BlockWords*>(out + four * kPanelRows + n) = codes;
-      }
-  }
-}
-
-// Whether the codes are stored as the integers that are multiplied.
-inline bool is_in_place(const BlockFormat& f) {
-  return !f.table && f.high_bits == 0 && f.low_bits != 2;
-}
-
-// Returns the integers of a chunk: in place if possible, otherwise in `buffer`.
-inline const std::uint32_t* expand_codes(const BlockFormat& f, const char* chunk, i64 numbers,
-                                         std::uint32_t* buffer) {
-  const auto* words = reinterpret_cast<const std::uint32_t*>(chunk);
-  if (is_in_place(f)) return words;
-  if (f.low_bits == 2 && f.high_bits == 0) spread_codes<2, 0>(words, numbers, buffer);
-  else if (f.low_bits == 2) spread_codes<2, 1>(words, numbers, buffer);
-  else if (f.high_bits == 0) spread_codes<4, 0>(words, numbers, buffer);
-  else if (f.high_bits == 1) spread_codes<4, 1>(words, numbers, buffer);
-  else spread_codes<4, 2>(words, numbers, buffer);
-  if (f.table)
-    for (i64 i = 0; i < numbers / 4; i++) look_up(f.table, buffer + i * kPanelRows);
-  return buffer;
-}
 
 // Converts the scales of a chunk to scales and biases [groups, kPanelRows].
 inline void expand_scales(const BlockFormat& f, const char* chunk, i64 numbers, float* scales,
@@ -131,16 +77,10 @@ inline void expand_scales(const BlockFormat& f, const char* chunk, i64 numbers, 
       break;
     case BlockScales::k_nibbles: {
       char nibbles[2 * kMaxChunkGroups * kPanelRows];
-      for (i64 i = 0; i < count; i += kPanelRows)
-        for (i64 n = 0; n < kPanelRows; n++) {
-          const auto both = static_cast<std::uint8_t>(small[i + n]);
-          nibbles[2 * i + n] = static_cast<char>(both & 15);
-          nibbles[2 * i + kPanelRows + n] = static_cast<char>(both >> 4);
-        }
+      split_nibbles(small, count, nibbles);
       for_rows_of_d([&](SubVector d, i64 i) {
-        const char* row = nibbles + 2 * (i - i % kPanelRows) + i % kPanelRows;
-        store_both(i, multiply(d, load_bytes<false>(row)),
-                   multiply(get_negative_minimum(i), load_bytes<false>(row + kPanelRows)));
+        store_both(i, multiply(d, load_bytes<false>(nibbles + i)),
+                   multiply(get_negative_minimum(i), load_bytes<false>(nibbles + count + i)));
       });
       break;
     }
@@ -162,10 +102,6 @@ inline void expand_scales(const BlockFormat& f, const char* chunk, i64 numbers, 
   const auto* words = reinterpret_cast<const std::uint32_t*>(chunk);
   if (!only_scales) words = expand_codes(f, chunk, numbers, buffer.words);
   return {words, buffer.scales, buffer.biases};
-}
-
-inline const char* get_block_panel(const Matrix& w, i64 n) {
-  return static_cast<const char*>(w.data) + n * block_row_bytes(w.format, w.width);
 }
 
 // Multiplies a panel by M rows of x, chunk by chunk. kBits: of the integers, or those of the codes
@@ -224,10 +160,11 @@ void dot_few_rows(const Matrix& w, const char* panel, PackedRows x, float* out, 
   dot_block_panel<kBits, kPlanes, M>(w, panel, x.data, x.stride, out, ldo);
 }
 
-// The same if the instruction set supports it.
+// The same if the instruction set supports it. With two planes, codes of 6 bits have integer scales.
 template <int kBits, int kPlanes, int M>
 void dot_fused(const Matrix& w, const char* panel, PackedRows x, float* out, i64 ldo) {
-  if constexpr (fuses_codes(kBits)) dot_few_rows<kBits, kPlanes, M>(w, panel, x, out, ldo);
+  if constexpr (fuses_codes(kBits) && (kBits != 6 || kPlanes != 2))
+    dot_few_rows<kBits, kPlanes, M>(w, panel, x, out, ldo);
 }
 
 template <int kBits, int kPlanes, int M>
@@ -267,35 +204,28 @@ inline i64 block_scratch(const Matrix& w) {
 inline void block_matmul(const Matrix& w, PackedRows x, float* y, i64 ldy, i64 begin, i64 end,
                          float* scratch) {
   with_precision(w, [&]<int kBits, int kPlanes>() {
+    const BlockFormat f = block_format(w.format);
+    if constexpr (kPlanes == 2)
+      if (has_integer_scales(f, kPlanes))
+        return integer_block_matmul<kBits>(w, x, y, ldy, begin, end, scratch);
     constexpr int kMaxRows = max_rows(kPlanes);
     Matrix expanded = w;  // in the formats of matmul_quantized.hpp
     expanded.format = kBits == 4 ? WeightFormat::q4 : WeightFormat::q8;
     expanded.scale_type = ScaleType::f32;
-    const i64 blocks = (x.count + kMaxRows - 1) / kMaxRows;
-    const BlockFormat f = block_format(w.format);
     const int fused_bits = f.table || !fuses_codes(f.low_bits + f.high_bits)
                                ? 0
                                : f.low_bits + f.high_bits;
     // integers that are multiplied in place are not worth a copy for a few more rows
-    const bool expands = blocks > (is_in_place(f) || fused_bits ? 2 : 1);
-    for (i64 n = begin; n < end; n += kPanelRows) {
-      const char* panel = get_block_panel(w, n);
-      const i64 rows = end - n < kPanelRows ? end - n : kPanelRows;
-      const QuantizedPanel whole = expands ? expand_panel(w, panel, scratch) : QuantizedPanel{};
-      for (i64 i = 0, m = 0; i < blocks; i++) {
-        const PackedRows part{x.data + m * x.stride, x.count * (i + 1) / blocks - m, x.stride};
-        float partial[kMaxRows * kPanelRows];
-        float* out = rows == kPanelRows ? y + m * ldy + n : partial;
-        const i64 ldo = rows == kPanelRows ? ldy : kPanelRows;
-        if (expands) dot_expanded<kBits, kPlanes, kMaxRows>(expanded, whole, part, out, ldo);
-        else if (fused_bits == 5) dot_fused<5, kPlanes, kMaxRows>(w, panel, part, out, ldo);
-        else if (fused_bits == 6) dot_fused<6, kPlanes, kMaxRows>(w, panel, part, out, ldo);
-        else dot_few_rows<kBits, kPlanes, kMaxRows>(w, panel, part, out, ldo);
-        for (i64 j = 0; rows < kPanelRows && j < part.count; j++)
-          for (i64 r = 0; r < rows; r++) y[(m + j) * ldy + n + r] = partial[j * kPanelRows + r];
-        m += part.count;
-      }
-    }
+    const bool expands = x.count > kMaxRows * (is_in_place(f) || fused_bits ? 2 : 1);
+    QuantizedPanel whole{};
+    for_panels(w, x, kMaxRows, y, ldy, begin, end,
+               [&](const char* panel, bool is_first, PackedRows part, float* out, i64 ldo) {
+      if (expands && is_first) whole = expand_panel(w, panel, scratch);
+      if (expands) dot_expanded<kBits, kPlanes, kMaxRows>(expanded, whole, part, out, ldo);
+      else if (fused_bits == 5) dot_fused<5, kPlanes, kMaxRows>(w, panel, part, out, ldo);
+      else if (fused_bits == 6) dot_fused<6, kPlanes, kMaxRows>(w, panel, part, out, ldo);
+      else dot_few_rows<kBits, kPlanes, kMaxRows>(w, panel, part, out, ldo);
+    });
   });
 }
 

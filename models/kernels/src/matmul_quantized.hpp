@@ -87,7 +87,7 @@ inline void quantize_group(const float* x, i64 count, float* scale, float* sum, 
   const float size = max_abs(x, count);
   const bool nonzero = size >= kMinScale;
   const V inverse_scale = set1(nonzero ? kMaxInput / size : 0);
-  std::int32_t numbers[128], total = 0;
+  std::int32_t numbers[kChunkNumbers], total = 0;
   for (i64 k = 0; k < count; k += 16)
     store(numbers + k, nonzero ? mul(load(x + k), inverse_scale) : zero());
   for (i64 k = 0; k < count; k++) total += numbers[k];
@@ -96,8 +96,33 @@ inline void quantize_group(const float* x, i64 count, float* scale, float* sum, 
   *sum = *scale * static_cast<float>(total);
 }
 
+// The same with one scale per chunk, for matmul_block_integers.hpp. The sum of a group is a 32-bit
+// integer, multiplied by the offset of the codes if there are no minima.
+template <int kBits, int kPlanes>
+inline void quantize_input_chunks(const Matrix& w, const float* x, float* out, float* scale) {
+  auto* numbers_out = reinterpret_cast<std::int8_t*>(out);
+  const i64 size = group_bytes(w.group, kBits, kPlanes);
+  const int offset = static_cast<int>(block_format(w.format).offset), factor = offset ? offset : 1;
+  for (i64 k = 0; k < w.width; k += kChunkNumbers) {
+    float of_chunk, unused;
+    quantize_group<kPlanes>(x + k, kChunkNumbers, &of_chunk, &unused, [&](std::int32_t* numbers) {
+      for (i64 i = 0; i < kChunkNumbers; i += w.group, scale += 2, numbers_out += size) {
+        store_input<kBits, kPlanes>(numbers + i, w.group, numbers_out);
+        std::int32_t sum = 0;
+        for (i64 j = 0; j < w.group; j++) sum += numbers[i + j];
+        sum *= factor;
+        __builtin_memcpy(scale + 1, &sum, sizeof sum);
+      }
+    });
+    for (i64 g = 1; g <= kChunkNumbers / w.group; g++) scale[-2 * g] = of_chunk;
+  }
+}
+
 template <int kBits, int kPlanes>
 inline void quantize_input_row(const Matrix& w, const float* x, float* out, float* scale) {
+  if constexpr (kPlanes == 2)
+    if (has_blocks(w.format) && has_integer_scales(block_format(w.format), kPlanes))
+      return quantize_input_chunks<kBits, kPlanes>(w, x, out, scale);
   auto* numbers_out = reinterpret_cast<std::int8_t*>(out);
   const i64 size = group_bytes(w.group, kBits, kPlanes);
   for (i64 k = 0; k < w.width; k += w.group, scale += 2, numbers_out += size)

@@ -130,6 +130,7 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
   return bf16 ? bf16_to_f32(h) : _mm256_cvtph_ps(h);
 }
 inline SubVector multiply(SubVector a, SubVector b) { return _mm256_mul_ps(a, b); }
+inline SubVector plus(SubVector a, SubVector b) { return _mm256_add_ps(a, b); }
 inline void store_sub(float* p, SubVector a) { _mm256_storeu_ps(p, a); }
 // kWordRows bytes as numbers
 template <bool kSigned>
@@ -160,6 +161,16 @@ inline WordVector extract_bits(WordVector a) {
 inline IntVector zero_int() { return _mm256_setzero_si256(); }
 inline IntVector add_int(IntVector a, IntVector b) { return _mm256_add_epi32(a, b); }
 inline SubVector to_float(IntVector a) { return _mm256_cvtepi32_ps(a); }
+
+// see simd_avx512.hpp
+using RowInts = __m256i;
+inline RowInts broadcast_int(std::int32_t x) { return _mm256_set1_epi32(x); }
+inline RowInts plus(RowInts a, RowInts b) { return _mm256_add_epi32(a, b); }
+inline RowInts multiply(RowInts a, RowInts b) { return _mm256_mullo_epi32(a, b); }
+inline RowInts load_byte_ints(const void* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+}
+inline RowInts join_pairs(IntVector a) { return a; }
 
 // takes an address, not a pointer: it may be past the last row
 inline void prefetch(std::uintptr_t p) {

@@ -96,6 +96,7 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
   return bf16 ? load_bf16(p).v : load_f16(p).v;
 }
 inline SubVector multiply(SubVector a, SubVector b) { return _mm512_mul_ps(a, b); }
+inline SubVector plus(SubVector a, SubVector b) { return _mm512_add_ps(a, b); }
 inline void store_sub(float* p, SubVector a) { _mm512_storeu_ps(p, a); }
 // kWordRows bytes as numbers
 template <bool kSigned>
@@ -133,6 +134,18 @@ inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
 }
 inline IntVector add_int(IntVector a, IntVector b) { return _mm512_add_epi32(a, b); }
 inline SubVector to_float(IntVector a) { return _mm512_cvtepi32_ps(a); }
+
+// An integer of each of kWordRows rows.
+using RowInts = __m512i;
+inline RowInts broadcast_int(std::int32_t x) { return _mm512_set1_epi32(x); }
+inline RowInts plus(RowInts a, RowInts b) { return _mm512_add_epi32(a, b); }
+// the lower 32 bits
+inline RowInts multiply(RowInts a, RowInts b) { return _mm512_mullo_epi32(a, b); }
+// kWordRows signed bytes
+inline RowInts load_byte_ints(const void* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
+inline RowInts join_pairs(IntVector a) { return a; }
 
 // takes an address, not a pointer: it may be past the last row
 inline void prefetch(std::uintptr_t p) {

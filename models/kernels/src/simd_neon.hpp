@@ -160,6 +160,7 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
   return bf16 ? bf16_to_f32(vld1_u16(p)) : f16_to_f32(vld1_u16(p));
 }
 inline SubVector multiply(SubVector x, SubVector y) { return vmulq_f32(x, y); }
+inline SubVector plus(SubVector x, SubVector y) { return vaddq_f32(x, y); }
 inline void store_sub(float* p, SubVector x) { vst1q_f32(p, x); }
 // kWordRows bytes as numbers
 template <bool kSigned>
@@ -170,6 +171,17 @@ inline SubVector load_bytes(const void* p) {
   if constexpr (kSigned)
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(bytes)))));
   else return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+}
+
+// see simd_avx512.hpp
+using RowInts = int32x4_t;
+inline RowInts broadcast_int(std::int32_t x) { return vdupq_n_s32(x); }
+inline RowInts plus(RowInts x, RowInts y) { return vaddq_s32(x, y); }
+inline RowInts multiply(RowInts x, RowInts y) { return vmulq_s32(x, y); }
+inline RowInts load_byte_ints(const void* p) {
+  std::uint32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(word)))));
 }
 // replaces 64 bytes, all below 16, with table[byte]
 inline void look_up(const std::uint8_t* table, void* bytes) {

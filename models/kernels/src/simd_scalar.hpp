@@ -184,6 +184,7 @@ inline SubVector load_sub(const std::uint16_t* p, bool bf16) {
   return bf16 ? reinterpret_cast<SubVector>(load_4_u16(p) << 16) : f16_to_f32(load_4_u16(p));
 }
 inline SubVector multiply(SubVector a, SubVector b) { return a * b; }
+inline SubVector plus(SubVector a, SubVector b) { return a + b; }
 inline void store_sub(float* p, SubVector a) { __builtin_memcpy(p, &a, sizeof a); }
 // kWordRows bytes as numbers
 template <bool kSigned>
@@ -228,6 +229,17 @@ inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
 }
 inline IntVector add_int(IntVector a, IntVector b) { return a + b; }
 inline SubVector to_float(IntVector a) { return __builtin_convertvector(a, SubVector); }
+
+// see simd_avx512.hpp
+using RowInts = Ints;
+inline RowInts broadcast_int(std::int32_t x) { return RowInts{x, x, x, x}; }
+inline RowInts plus(RowInts a, RowInts b) { return a + b; }
+inline RowInts multiply(RowInts a, RowInts b) { return a * b; }
+inline RowInts load_byte_ints(const void* p) {
+  const auto* bytes = static_cast<const std::int8_t*>(p);
+  return RowInts{bytes[0], bytes[1], bytes[2], bytes[3]};
+}
+inline RowInts join_pairs(IntVector a) { return a; }
 
 // takes an address, not a pointer: it may be past the last row
 [[gnu::always_inline]] inline void prefetch(std::uintptr_t p) {

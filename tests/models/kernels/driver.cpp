@@ -46,7 +46,8 @@ std::int64_t stored_bytes(const Matrix& w) {
   return (w.rows + kPanelRows - 1) / kPanelRows * kPanelRows * block_row_bytes(w.format, w.width);
 }
 
-// Fills panels of blocks with codes and small scales of any value, and numbers of usual sizes.
+// Fills panels of blocks with codes and small scales of any value that a file can have, and numbers
+// of usual sizes.
 void fill_blocks(const Matrix& w, Guarded<std::byte>& data, Draw& draw) {
   for (std::size_t i = 0; i < data.size(); i++) data[i] = std::byte{draw.byte()};
   const BlockFormat f = block_format(w.format);
@@ -65,6 +66,8 @@ void fill_blocks(const Matrix& w, Guarded<std::byte>& data, Draw& draw) {
         fill_halves(parts.scales * kPanelRows);
       for (std::int64_t i = 0; f.scales == BlockScales::e8m0 && i < parts.scales * kPanelRows; i++)
         at[i] = std::byte{static_cast<std::uint8_t>(draw.in(118, 126))};
+      for (std::int64_t i = 0; f.scales == BlockScales::k_pair && i < parts.scales * kPanelRows; i++)
+        at[i] &= std::byte{63};
       at += parts.scales * kPanelRows;
       fill_halves(parts.supers * kPanelRows);
       at += parts.supers * kPanelRows;

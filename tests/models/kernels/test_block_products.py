@@ -15,12 +15,12 @@ from models.cpu_layout import (
     set_activation_bits,
 )
 from models.experts import ExpertLinear
-from models.gguf.blocks import dequantize
+from models.gguf.blocks import _DECODERS, dequantize
 from models.gguf.ggml_types import GGML_TYPES
 from models.gguf.layers import replace_with_gguf_layers
 from models.kernels.block_layers import KernelGgufEmbedding, KernelGgufLinear
 from models.layers import GatedMLP
-from tests.models.gguf.random_blocks import IDS, NAMES, make_blocks, store_blocks
+from tests.models.gguf.random_blocks import IDS, NAMES, SCALES, make_blocks, store_blocks
 from tests.models.kernels.test_isa import list_supported_isas, run_program
 
 OPS = kernels.ops()
@@ -88,6 +88,56 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_in_any_order(
         assert np.array_equal(np.concatenate(parts), y)
     order = np.random.default_rng(2).permutation(40)
     assert np.array_equal(np.array(matmul(x[mx.array(order)])), y[order])
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_products_with_integer_scales_have_the_bits_of_their_definition(
+    name: str,
+) -> None:
+    raw, x = make_blocks(IDS[name], 21, 768), draw_input(2, 768)
+    x[0, 256:512] = 0.0
+    y = make_matmul(name, raw, activations=16)(x)
+    assert np.array_equal(np.array(y), multiply_by_definition(name, raw, x))
+
+
+def multiply_by_definition(name: str, raw: mx.array, x: mx.array) -> np.ndarray:
+    """The sums of matmul_block_integers.hpp."""
+    kind = GGML_TYPES[IDS[name]]
+    blocks = np.array(raw).reshape(-1, kind.nbytes)
+    first, *rest = (blocks[:, i : i + 2].copy().view(np.float16) for i in SCALES[kind.id])
+    d, negative_dmin = (
+        part.astype(np.float32).reshape(21, -1) for part in (first, -(rest or [first])[0])
+    )
+    found = _DECODERS[kind.id](mx.array(blocks))
+    codes = np.array(found.codes.astype(mx.int64)) - found.offset
+    groups = codes.shape[1]
+    codes = codes.reshape(21, -1, groups, 256 // groups)
+    small = np.rint(np.array(found.scales).reshape(21, -1, groups) / d[..., None]).astype(np.int64)
+    limit = np.float32(0x7F7F)
+    y = np.zeros((2, 21), np.float32)
+    for chunk, numbers in enumerate(np.array(x).reshape(2, -1, 256).swapaxes(0, 1)):
+        size = np.abs(numbers).max(axis=1, keepdims=True)
+        inverse = np.divide(limit, size, out=np.zeros_like(size), where=size > 0)
+        integers = np.rint(numbers * inverse).astype(np.int64).reshape(2, 1, groups, -1)
+        products = (codes[:, chunk] * integers).sum(axis=-1) * small[:, chunk]
+        assert np.abs(products).max() < 1 << 31
+        total = np.zeros((2, 21), np.float32)
+        for group in range(groups):
+            total += products[..., group].astype(np.float32)
+        total *= d[:, chunk]
+        if found.biases is not None:
+            minima = np.array(found.biases).reshape(21, -1, groups)[:, chunk]
+            minima = np.rint(minima / negative_dmin[:, chunk, None]).astype(np.int64)
+            sums = (minima * integers.sum(axis=-1)).sum(axis=-1).astype(np.float32)
+            total = add_product(total, negative_dmin[:, chunk], sums)
+        y = add_product(y, total, size / limit)
+    return y
+
+
+def add_product(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """total + a * b, rounded once."""
+    exact = total.astype(np.longdouble) + a.astype(np.longdouble) * b.astype(np.longdouble)
+    return exact.astype(np.float32)
 
 
 @each_type
