@@ -15,15 +15,6 @@ from models.sharding import MLP_SHARDS, ShardSpec
 
 Activation = Callable[[mx.array], mx.array]
 
-# activations by the value of `hidden_act` in config.json
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": nn.silu,
-    "gelu": nn.gelu,
-    "gelu_new": nn.gelu_approx,
-    "gelu_pytorch_tanh": nn.gelu_approx,
-    "relu": nn.relu,
-}
-
 
 def compile_on_gpu(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """Compiles a chain of element-wise operations into one kernel on a GPU. On a CPU, the
@@ -37,6 +28,23 @@ def compile_on_gpu(function: Callable[..., mx.array]) -> Callable[..., mx.array]
         return compiled(*arrays) if on_gpu else function(*arrays)
 
     return call
+
+
+@compile_on_gpu
+def quick_gelu(x: mx.array) -> mx.array:
+    """An approximation of GELU with a sigmoid (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    return x * mx.sigmoid(1.702 * x)
+
+
+# activations by the value of `hidden_act` in config.json
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_new": nn.gelu_approx,
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "quick_gelu": quick_gelu,
+    "relu": nn.relu,
+}
 
 
 def _make_glu(activation: Activation) -> Callable[..., mx.array]:

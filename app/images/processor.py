@@ -4,8 +4,9 @@ Knows: the model types of config.json. Must not know: the rules of a family, pix
 """
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
-from app.core.model_files import ModelFiles
+from app.core.model_files import Json, ModelFiles
 from app.images.plan import DEFAULT_MAX_TOKENS, ImageProcessor
 from app.images.processor_settings import ProcessorSettings
 from app.images.processors.gemma3 import Gemma3Processor
@@ -40,7 +41,16 @@ def load_image_processor(
     """Returns the image processor of a model; None if its family has none, or if its config has no
     vision tower. max_tokens: the largest number of tokens per image; images that would need more
     are scaled down. Raises AppError(MODEL_FILES) for invalid settings of the model."""
-    make = _PROCESSORS.get(str(files.config.get("model_type", "")))
+    make = _PROCESSORS.get(_find_type(files.config))
     if make is None or not files.config.get("vision_config"):
         return None
     return make(ProcessorSettings(files), max_tokens)
+
+
+def _find_type(config: Json) -> str:
+    """Returns the model type that determines the processor. LLaVA's classes are used with several
+    towers."""
+    kind, vision = config.get("model_type"), config.get("vision_config")
+    if kind == "llava" and isinstance(vision, Mapping):
+        kind = cast(Json, vision).get("model_type")
+    return str(kind)

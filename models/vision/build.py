@@ -19,6 +19,7 @@ from models.vision import (
     lfm2_vl,
     pixtral,
     qwen2_5_vl,
+    qwen2_vl,
     qwen3_vl,
     smolvlm,
 )
@@ -35,6 +36,7 @@ _FAMILIES: Mapping[str, tuple[Any, Callable[[Any, Mapping[str, Any]], VisionTowe
     "mistral3": (pixtral.MergingConfig, pixtral.Tower),
     "pixtral": (pixtral.Config, pixtral.Tower),
     "qwen2_5_vl": (qwen2_5_vl.Config, qwen2_5_vl.Tower),
+    "qwen2_vl": (qwen2_vl.Config, qwen2_vl.Tower),
     "qwen3_5": (qwen3_vl.Config, qwen3_vl.Tower),
     "qwen3_5_moe": (qwen3_vl.Config, qwen3_vl.Tower),
     "qwen3_vl": (qwen3_vl.Config, qwen3_vl.Tower),

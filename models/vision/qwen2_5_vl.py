@@ -29,7 +29,7 @@ from models.vision.tower import Grid, VisionTower
 _EPS = 1e-6
 
 # the names in checkpoints of the two layers of the merger, which are numbers there
-_PREFIXES = tuple(
+PREFIXES = tuple(
     (f"{prefix}{old}", new)
     for prefix in ("visual.", "vision_tower.")
     for old, new in (
@@ -157,7 +157,7 @@ class Tower(VisionTower):
         return self.merger(x)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        named = rename_prefixes(weights, _PREFIXES)
+        named = rename_prefixes(weights, PREFIXES)
         name = "patch_embed.proj.weight"
         if name in named:
             named[name] = flatten_patch_weight(name, named[name], self.patch_size)

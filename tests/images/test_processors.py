@@ -13,6 +13,7 @@ from tests.images.samples import make_image
 
 SMOLVLM = {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {},
     "qwen2_5_vl": {},
     "qwen3_vl": {},
     "qwen3_5": {},
@@ -57,6 +58,16 @@ def test_the_break_tokens_of_pixtral_are_ordinary_tokens():
     plan = load("mistral3").plan(make_image(84, 56))
     assert plan.text == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
     assert (plan.grid, plan.num_tokens) == ((2, 3), 6)
+
+
+def test_llava_with_the_tower_of_pixtral_has_its_plans():
+    """Pixtral 12B, as it is published for transformers."""
+    llava = load("llava", vision_config={"model_type": "pixtral", "patch_size": 16})
+    for size in SIZES:
+        image = make_image(*size)
+        assert llava.plan(image) == load("pixtral").plan(image)
+    clip = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    assert load_image_processor(make_files(clip)) is None
 
 
 def test_the_tiles_of_smolvlm_are_row_by_row_with_the_whole_image_last():

@@ -179,7 +179,7 @@ def _pixtral(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
     return [rows[0] if isinstance(rows, list | tuple) or rows.ndim > 2 else rows]
 
 
-def _qwen2_5(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
+def _qwen2(model: Any, tiles: Sequence[np.ndarray]) -> list[Any]:
     import torch  # pyright: ignore[reportMissingImports]
 
     patches, grid = make_qwen_patches(normalize(tiles[0], *CLIP), 14, 2)
@@ -331,7 +331,22 @@ CASES: Mapping[str, Case] = {
             },
         },
         images=([(140, 84)], [(28, 28)], [(56, 112)]),
-        compute=_qwen2_5,
+        compute=_qwen2,
+    ),
+    "qwen2_vl": Case(
+        kind="Qwen2VLForConditionalGeneration",
+        config={
+            "text_config": _TEXT,
+            "vision_config": {
+                "depth": 3,
+                "embed_dim": 48,
+                "hidden_size": 32,
+                "mlp_ratio": 2,
+                "num_heads": 4,
+            },
+        },
+        images=([(140, 84)], [(28, 28)], [(56, 112)]),
+        compute=_qwen2,
     ),
     "smolvlm": Case(
         kind="SmolVLMForConditionalGeneration",

@@ -74,6 +74,8 @@ NAMES = [
     ("gemma4_unified", "model.", ""),
     ("mistral3", "vision_tower.", "vision_tower.vision_model."),
     ("mistral3", "multi_modal_projector.", "model.multi_modal_projector."),
+    ("qwen2_vl", "visual.", "model.visual."),
+    ("qwen2_vl", "visual.", "vision_tower."),
     ("qwen2_5_vl", "visual.", "model.visual."),
     ("qwen2_5_vl", "visual.", "vision_tower."),
     ("smolvlm", "model.", ""),
