@@ -61,6 +61,10 @@ _MAX_OUTCOMES = 4096
 # The maximum size of the pixels that are kept for the next request with the same image.
 _CACHE_BYTES = 64 << 20
 
+# The number of seconds after which the process is ended if no caller waits for the image that it
+# decodes. Usual images take less, and the start of a process takes a third.
+_ABANDONED_AFTER = 1.0
+
 # the Retry-After value in seconds, if the process was killed from outside or took too long
 _RETRY_AFTER = 10
 
@@ -120,9 +124,11 @@ class ImageDecoder:
         self._limits = limits or DecodeLimits()
         self._queue = _FairQueue()
         self._works: dict[bytes, _Work] = {}
+        self._current: _Work | None = None
         self._runner: asyncio.Task[None] | None = None
         self._child: _Child | None = None
-        # digest of an image → None if it was decoded before, or why it cannot be decoded
+        # The digest of a damaged file, or the key of an image in one geometry → None if it was
+        # decoded before, or why it cannot be decoded. Another geometry may need less memory.
         self._outcomes: OrderedDict[bytes, str | None] = OrderedDict()
         self._cache: OrderedDict[bytes, ImagePixels] = OrderedDict()
         self._cache_bytes, self._max_cache_bytes = 0, cache_bytes
@@ -130,9 +136,8 @@ class ImageDecoder:
 
     async def verify(self, image: Image, plan: ImagePlan, *, caller: str = "") -> None:
         """Decodes an image unless it was decoded before. Raises the errors of `decode`."""
-        if image.digest in self._outcomes:
-            self._raise_known_error(image)
-        else:
+        key = plan.key(image)
+        if key not in self._outcomes or self._outcomes[key] is not None:
             await self.decode(image, plan, caller=caller)
 
     async def decode(self, image: Image, plan: ImagePlan, *, caller: str = "") -> ImagePixels:
@@ -142,8 +147,8 @@ class ImageDecoder:
         machine is too busy, and AppError(ENGINE) if the process cannot be started."""
         if self._closed:
             raise _stopping_error()
-        self._raise_known_error(image)
         key = plan.key(image)
+        self._raise_known_error(image, key)
         if (pixels := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return pixels
@@ -161,6 +166,9 @@ class ImageDecoder:
             raise invalid_image(image.param, str(error)) from error
         finally:
             work.waiters -= 1
+            if not (work.waiters or work.result.done()):
+                loop = asyncio.get_running_loop()
+                loop.call_later(_ABANDONED_AFTER, self._end_abandoned, work)
 
     async def close(self) -> None:
         """Fails all waiting calls and ends the process."""
@@ -174,11 +182,18 @@ class ImageDecoder:
         self._works.clear()
         await self._stop_child()
 
-    def _raise_known_error(self, image: Image) -> None:
-        reason = self._outcomes.get(image.digest)
-        if reason is not None:
-            self._outcomes.move_to_end(image.digest)
-            raise invalid_image(image.param, reason)
+    def _end_abandoned(self, work: _Work) -> None:
+        """Ends the process if it decodes this image, and no caller waits for it."""
+        if self._current is work and not work.waiters and self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.process.kill()
+
+    def _raise_known_error(self, image: Image, key: bytes) -> None:
+        for known in (image.digest, key):
+            reason = self._outcomes.get(known)
+            if reason is not None:
+                self._outcomes.move_to_end(known)
+                raise invalid_image(image.param, reason)
 
     async def _run(self) -> None:
         """Decodes all waiting images. This task is the only user of the process."""
@@ -187,16 +202,18 @@ class ImageDecoder:
                 if work.waiters == 0:  # all callers were cancelled before their turn
                     del self._works[work.key]
                     continue
+                self._current = work
                 try:
                     self._finish(work, await self._decode(work))
                 except Exception as error:
                     self._fail(work, error)
+                self._current = None
                 del self._works[work.key]
         finally:
-            self._runner = None
+            self._runner = self._current = None
 
     def _finish(self, work: _Work, pixels: ImagePixels) -> None:
-        self._record(work.image, None)
+        self._record(work.key, None)
         self._cache[work.key] = pixels
         self._cache_bytes += _count_bytes(pixels)
         while self._cache_bytes > self._max_cache_bytes:
@@ -206,14 +223,14 @@ class ImageDecoder:
 
     def _fail(self, work: _Work, error: Exception) -> None:
         if isinstance(error, _BadImage):
-            self._record(work.image, str(error))
+            self._record(work.image.digest if error.damaged else work.key, str(error))
         if not work.result.done():
             work.result.set_exception(error)
             work.result.exception()  # all callers may have been cancelled
 
-    def _record(self, image: Image, reason: str | None) -> None:
-        self._outcomes[image.digest] = reason
-        self._outcomes.move_to_end(image.digest)
+    def _record(self, key: bytes, reason: str | None) -> None:
+        self._outcomes[key] = reason
+        self._outcomes.move_to_end(key)
         if len(self._outcomes) > _MAX_OUTCOMES:
             self._outcomes.popitem(last=False)
 
@@ -236,7 +253,10 @@ class ImageDecoder:
                 reason = self._explain_exit(error.status)
                 if reason is not None:
                     log.warning("decoding an image failed: the process %s", reason)
-                    raise _BadImage(f"the image cannot be decoded: decoding it {reason}") from error
+                    message = f"the image cannot be decoded: decoding it {reason}"
+                    raise _BadImage(message, damaged=False) from error
+                if not work.waiters:
+                    break
                 log.warning("the process that decodes images was killed, attempt %d", attempt + 1)
             except _BadImage:
                 raise
@@ -266,7 +286,7 @@ class ImageDecoder:
         if child.num_images >= self._limits.images:
             await self._stop_child()
         if "error" in header:
-            raise _BadImage(header["error"])
+            raise _BadImage(header["error"], damaged=True)
         tiles: list[Pixels] = []
         at = 0
         for height, width in header["sizes"]:
@@ -310,7 +330,12 @@ class ImageDecoder:
 
 
 class _BadImage(Exception):
-    """An image that cannot be decoded. The message is a clause with a remedy."""
+    """An image that cannot be decoded. The message is a clause with a remedy. damaged: whether it
+    cannot be decoded in any geometry."""
+
+    def __init__(self, message: str, *, damaged: bool) -> None:
+        super().__init__(message)
+        self.damaged = damaged
 
 
 async def _ask(process: Process, request: bytes) -> tuple[dict[str, Any], bytes]:

@@ -78,8 +78,8 @@ _MAX_DESCRIPTORS = 4
 
 
 class DecodeError(Exception):
-    """An image that cannot be decoded. The message is a clause with a remedy, as in
-    `HeaderError`."""
+    """A file that cannot be decoded, whatever the tiles. The message is a clause with a remedy, as
+    in `HeaderError`."""
 
 
 def main() -> int:
@@ -152,14 +152,13 @@ def decode(data: bytes, tiles: Sequence[Tile]) -> list[Image.Image]:
     before. Raises DecodeError, and MemoryError."""
     header = read_header(data)
     try:
-        return make_tiles(_load(data, header), tiles)
-    except MemoryError:
-        raise
-    except DecodeError:
+        image = _load(data, header)
+    except (DecodeError, MemoryError):
         raise
     # Pillow's plugins raise many types for damaged files, whose messages may contain addresses.
     except Exception as error:
         raise DecodeError(_explain(error, header.format)) from error
+    return make_tiles(image, tiles)
 
 
 def _explain(error: Exception, image_format: ImageFormat) -> str:

@@ -21,6 +21,7 @@ from app.images.plan import ImagePlan, Resize, Tile
 from tests.images import fuzz
 from tests.images.samples import encode, make_exif, make_gradient, read
 from tests.images.test_headers import make_png
+from tests.waiting import wait_until_async
 
 PNG = encode(make_gradient(64, 48))
 
@@ -47,6 +48,18 @@ def make_plan(width: int, height: int) -> ImagePlan:
 
 
 SMALL = make_plan(32, 24)
+
+# takes several seconds
+SLOW = replace(
+    SMALL,
+    tiles=(
+        Tile(
+            resizes=tuple(
+                Resize(width=1500 - n % 2, height=1500, filter="lanczos") for n in range(100)
+            )
+        ),
+    ),
+)
 
 
 def get_pid(decoder: ImageDecoder) -> int:
@@ -97,11 +110,28 @@ def get_count(decoder: ImageDecoder) -> int:
 def test_an_image_is_verified_only_once():
     async def run() -> None:
         async with run_decoder() as decoder:
-            for width in (32, 16, 8):  # the geometry makes no difference
-                await decoder.verify(read(PNG), make_plan(width, 8))
+            for _ in range(3):
+                await decoder.verify(read(PNG), SMALL)
             assert get_count(decoder) == 1
-            with pytest.raises(AppError, match="truncated"):
-                await decoder.verify(read(PNG[:200]), SMALL)
+            for width in (32, 16, 8):
+                with pytest.raises(AppError, match="truncated"):
+                    await decoder.verify(read(PNG[:200]), make_plan(width, 8))
+            assert get_count(decoder) == 2
+
+    asyncio.run(run())
+
+
+def test_an_image_that_failed_in_one_geometry_is_decoded_in_another():
+    """Two models may share a server: the tiles of one of them took too much time."""
+
+    async def run() -> None:
+        async with run_decoder(DecodeLimits(cpu=0)) as decoder:
+            for _ in range(2):
+                with pytest.raises(AppError, match="takes more than 0 s of CPU time"):
+                    await decoder.verify(read(PNG), SLOW)
+            await decoder.verify(read(PNG), SMALL)
+            await decoder.decode(read(PNG), SMALL)
+            assert get_count(decoder) == 1
 
     asyncio.run(run())
 
@@ -162,6 +192,23 @@ def test_a_cancelled_caller_does_not_affect_the_others():
     asyncio.run(run())
 
 
+def test_the_process_ends_if_no_caller_waits_for_a_slow_image(monkeypatch: pytest.MonkeyPatch):
+    """The clients have disconnected. Other callers do not wait for the rest of its work."""
+    monkeypatch.setattr(decoder_module, "_ABANDONED_AFTER", 0.0)
+
+    async def run() -> None:
+        async with run_decoder() as decoder:
+            await decoder.decode(read(PNG), SMALL)
+            pid = get_pid(decoder)
+            slow = asyncio.create_task(decoder.decode(read(PNG), SLOW))
+            await wait_until_async(lambda: get_count(decoder) == 2)
+            slow.cancel()
+            await decoder.decode(read(PNG), make_plan(8, 8))
+            assert (get_pid(decoder) != pid, get_count(decoder)) == (True, 1)
+
+    asyncio.run(run())
+
+
 def test_a_process_that_another_process_kills_is_replaced():
     async def run() -> None:
         async with run_decoder() as decoder:
@@ -192,10 +239,8 @@ def test_a_stopped_process_is_killed_after_the_time_limit():
 def test_an_image_that_takes_too_much_cpu_time_is_an_error():
     async def run() -> None:
         async with run_decoder(DecodeLimits(cpu=0)) as decoder:
-            steps = [Resize(width=1500 - n % 2, height=1500, filter="lanczos") for n in range(100)]
-            slow = replace(SMALL, tiles=(Tile(resizes=tuple(steps)),))
             with pytest.raises(AppError, match="takes more than 0 s of CPU time"):
-                await decoder.decode(read(PNG), slow)
+                await decoder.decode(read(PNG), SLOW)
             await decoder.decode(read(encode(make_gradient(9, 9))), SMALL)
 
     asyncio.run(run())
