@@ -8,18 +8,19 @@ prompts.
                                                 tower per engine step
                            → request pixels of this image and of the next one
 
-The state is derived from the running sequences in each step. So a sequence that is cancelled,
+Memory is borrowed for pixels before they are requested, so before any file is decoded for them. The
+state is derived from the running sequences in each step. So a sequence that is cancelled,
 preempted or restarted needs no other handling: what no sequence waits for is dropped.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import Any, cast
 
 import mlx.core as mx
 
-from app.core.images import ImagePixels, is_row_id
+from app.core.images import ImagePixels, ImageSpan, is_row_id
 from app.core.units import format_memory
 from app.engine.image_cache import ImageFeatureCache, list_arrays
 from app.engine.outputs import EngineCounters, OutputProcessor
@@ -30,9 +31,15 @@ from models.vision.tower import Encoding, ImageFeatures, VisionTower
 
 log = logging.getLogger(__name__)
 
-# The number of images of a sequence whose pixels are requested together: the one that it waits for,
-# and the next, which is decoded while the first is encoded.
+# The number of images whose pixels are requested together, for all sequences: the one that is
+# encoded next, and another, which is decoded while the first is encoded.
 _REQUESTED_AHEAD = 2
+
+# A step of the tower that delays the next tokens of running streams by more seconds than a decode
+# step and this is followed by decode steps only. These are the majority, so that the median delay
+# of a token hardly changes, and they take little time beside a step of the tower.
+_UNNOTICED_SECONDS = 0.05
+_DECODE_STEPS_BETWEEN = 2
 
 _FAILED = "the engine failed while encoding an image of this request"
 _INVALID_FEATURES = (
@@ -78,7 +85,9 @@ class ImageEncoder:
         self._step_seconds = step_seconds
         self._clock = clock
         self._seconds_per_step: float | None = None
+        self._steps_to_skip = 0
         self._current: _Image | None = None
+        self._pixel_bytes: dict[bytes, int] = {}  # borrowed for each image
 
     @property
     def has_work(self) -> bool:
@@ -86,6 +95,13 @@ class ImageEncoder:
         if self._tower is None:  # no sequence has images
             return False
         return self._current is not None or self._next_pixels() is not None
+
+    def is_due(self) -> bool:
+        """Whether the next step should encode. Called once per step."""
+        if self._steps_to_skip and any(s.decoding for s in self._scheduler.running):
+            self._steps_to_skip -= 1
+            return False
+        return self.has_work
 
     def prepare(self) -> None:
         """Gives each sequence the features that its next chunk needs, if they are cached, and
@@ -100,12 +116,13 @@ class ImageEncoder:
         waiting = self._waiting_sequences()
         if self._current is not None and self._current.key not in map(_awaited_key, waiting):
             self._drop_current()
-        for sequence in waiting:
-            self._request_pixels(sequence)
+        self._return_pixel_memory()
+        self._request_pixels(waiting)
 
-    def encode(self) -> bool:
+    def encode(self, decode_seconds: float) -> bool:
         """Runs the next steps of the tower, and waits for them. Returns False if there is no image,
-        or not enough memory."""
+        or not enough memory. decode_seconds: the duration of a decode step of all running
+        sequences; 0 if unknown."""
         if self._current is None and not self._begin():
             return False
         current = self._current
@@ -125,25 +142,28 @@ class ImageEncoder:
         self._seconds_per_step = update_pace(
             self._seconds_per_step, count=current.encoding.num_done - done, seconds=seconds
         )
+        if self._step_seconds is not None and seconds > decode_seconds + _UNNOTICED_SECONDS:
+            self._steps_to_skip = _DECODE_STEPS_BETWEEN
         for sequence in self._scheduler.running:
             if _awaited_key(sequence) == current.key and not sequence.num_output_tokens:
                 self._outputs.report_prefill(sequence, sequence.num_computed_tokens)
         return True
 
     def restart_if_reclaimed(self) -> None:
-        """Drops the image that is being encoded if its memory was reclaimed. It begins again later.
-        Must be called between two steps of the tower."""
-        current = self._current
-        if current is not None and self._scheduler.borrowed_bytes < current.borrowed_bytes:
+        """Drops the image that is being encoded, and all pixels, if their memory was reclaimed. The
+        pixels are requested again. Must be called between two steps of the tower."""
+        borrowed = sum(self._pixel_bytes.values())
+        if self._current is not None:
+            borrowed += self._current.borrowed_bytes
+        if self._scheduler.borrowed_bytes < borrowed:
             log.info("restarting the encoding of an image: out of KV cache memory")
             self._current = None
+            self._pixel_bytes.clear()
+            for sequence in self._scheduler.running:
+                sequence.drop_pixels()
 
     def _waiting_sequences(self) -> list[Sequence]:
         return [s for s in self._scheduler.running if s.awaits_features]
-
-    def _known_sequences(self) -> Iterator[Sequence]:
-        yield from self._scheduler.running
-        yield from self._scheduler.waiting
 
     def _acquire(self, sequence: Sequence) -> None:
         image = sequence.current_image
@@ -151,30 +171,64 @@ class ImageEncoder:
         sequence.features = self._features.acquire(image.key)
         self._counters.image_cache_hits += sequence.features is not None
 
-    def _request_pixels(self, sequence: Sequence) -> None:
-        """Requests the pixels that a sequence needs next, and that no sequence has or requests."""
-        at = sequence.num_computed_tokens
-        ahead = [
-            image.key
-            for image in sequence.job.images
-            if any(map(is_row_id, sequence.ids[max(image.start, at) : image.end]))
-        ]
-        known = {key for s in self._known_sequences() for key in (*s.pixels, *s.requested_images)}
-        keys = tuple(
-            key
-            for key in list(dict.fromkeys(ahead))[:_REQUESTED_AHEAD]
-            if key not in known and key not in self._features
-        )
-        if keys:
-            sequence.requested_images.update(keys)
-            self._outputs.request_pixels(sequence, keys)
+    def _list_known_keys(self) -> set[bytes]:
+        """Returns the keys of the images whose pixels have arrived or are requested."""
+        running = self._scheduler.running
+        return {key for s in running for key in (*s.pixels, *s.requested_images)}
+
+    def _return_pixel_memory(self) -> None:
+        known = self._list_known_keys()
+        for key in self._pixel_bytes.keys() - known:
+            self._scheduler.return_borrowed(self._pixel_bytes.pop(key))
+
+    def _request_pixels(self, waiting: Ids[Sequence]) -> None:
+        """Requests the pixels of the images that are encoded next. If they are few, also requests
+        those of the images after them. So the number of images in memory does not depend on the
+        number of sequences. A sequence that computes text may keep the pixels of its next image,
+        and no other sequence waits for it."""
+        known, awaited = self._list_known_keys(), set(map(_awaited_key, waiting))
+        for sequence in waiting:
+            image = sequence.current_image if sequence.awaits_features else None
+            if image is not None and len(awaited & known) < _REQUESTED_AHEAD:
+                self._request(sequence, image, known, self._reserve)
+        for sequence in waiting:
+            image = self._find_next_image(sequence, known) if sequence.awaits_features else None
+            if image is not None and len(known) < _REQUESTED_AHEAD:
+                self._request(sequence, image, known, lambda size, _: self._scheduler.borrow(size))
+
+    def _find_next_image(self, sequence: Sequence, known: set[bytes]) -> ImageSpan | None:
+        """Returns the first image behind the one that the sequence waits for, if it has pixels to
+        request."""
+        after = (i for i in sequence.job.images if i.start > sequence.num_computed_tokens)
+        return next((i for i in after if i.key not in known and i.key not in self._features), None)
+
+    def _request(
+        self,
+        sequence: Sequence,
+        image: ImageSpan,
+        known: set[bytes],
+        reserve: Callable[[int, Sequence], bool],
+    ) -> None:
+        """Requests the pixels of an image that are not known, and adds its key to `known`. reserve:
+        borrows their memory."""
+        key = image.key
+        if key in known:
+            return
+        assert self._tower is not None, "the model computes no images"
+        rows = sum(map(is_row_id, sequence.ids[image.start : image.end]))
+        num_bytes = self._tower.estimate_pixel_bytes(rows)
+        if reserve(num_bytes, sequence):
+            self._pixel_bytes[key] = num_bytes
+            known.add(key)
+            sequence.requested_images.add(key)
+            self._outputs.request_pixels(sequence, (key,))
 
     def _next_pixels(self) -> tuple[Sequence, ImagePixels] | None:
         """Returns the oldest sequence that waits for features whose pixels are known, and these
         pixels."""
         for sequence in self._waiting_sequences():
             key = _awaited_key(sequence)
-            for other in self._known_sequences():
+            for other in self._scheduler.running:
                 if key in other.pixels:
                     return sequence, other.pixels[key]
         return None
@@ -205,13 +259,16 @@ class ImageEncoder:
         return True
 
     def _reserve(self, num_bytes: int, sequence: Sequence) -> bool:
-        """Borrows memory for an image of this sequence. If all running sequences wait for images,
-        preempts the others, youngest first. If that does not suffice, fails the sequence."""
+        """Borrows memory for the image that a sequence waits for, or for its pixels. If all running
+        sequences wait for images, preempts the others, youngest first. If that does not suffice,
+        fails the sequence."""
         while not self._scheduler.borrow(num_bytes):
             others = [s for s in self._scheduler.running if s is not sequence]
             if not all(s.awaits_features for s in others):
                 self.waiting_for_memory = True
                 return False
+            if not others and self._drop_other_pixels(sequence):
+                continue
             if not others:
                 message = (
                     f"an image of this request needs {format_memory(num_bytes)} to be encoded, "
@@ -221,7 +278,19 @@ class ImageEncoder:
                 return False
             self._counters.preemptions += 1
             self._scheduler.preempt(others[-1])
+            self._return_pixel_memory()
         return True
+
+    def _drop_other_pixels(self, sequence: Sequence) -> bool:
+        """Drops the pixels of all images but the one that the only running sequence waits for.
+        Returns whether there were any."""
+        kept = sequence.pixels.get(_awaited_key(sequence))
+        before = len(self._pixel_bytes)
+        sequence.drop_pixels()
+        if kept is not None:
+            sequence.pixels[kept.key] = kept
+        self._return_pixel_memory()
+        return len(self._pixel_bytes) < before
 
     def _count_steps(self, encoding: Encoding) -> int:
         left = encoding.num_steps - encoding.num_done
@@ -259,7 +328,7 @@ class ImageEncoder:
             self._current = None
 
     def _drop_pixels(self, key: bytes) -> None:
-        for sequence in self._known_sequences():
+        for sequence in self._scheduler.running:
             sequence.pixels.pop(key, None)
 
 

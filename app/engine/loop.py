@@ -253,7 +253,8 @@ class Loop:
             self._sample_logits()
             self._begin_prompts()
             self._await_prefills()
-            self._pacing.end_step(rows=sum(len(group.sequences) for group in reading))
+            rows = sum(len(group.sequences) for group in reading)
+            self._pacing.end_step(rows=rows if self._last_work == "prompts" else 0)
             self._only_pixels_missing = self._waits_for_pixels()
         except Exception:
             log.exception("engine step failed: all running sequences are aborted")
@@ -360,7 +361,7 @@ class Loop:
         """Returns the work of the next step. If there is work of several kinds, they take turns."""
         available: list[tuple[_Work, bool]] = [
             ("embeddings", bool(self._embedder.num_jobs)),
-            ("image", self._images.has_work),
+            ("image", self._images.is_due()),
             ("prompts", bool(self._prefilling())),
         ]
         turn = [work for work, _ in available].index(self._last_work) + 1
@@ -375,7 +376,7 @@ class Loop:
         was work, and enough memory."""
         if work == "image":
             self.on_stage("image encoding")
-            return self._images.encode()
+            return self._images.encode(self._pacing.decode_seconds or 0.0)
         self.on_stage("embedding")
         dispatched = self._embedder.dispatch()
         self._embedder.collect()

@@ -210,6 +210,11 @@ class Sequence:
                 self.requested_images.remove(image.key)
                 self.pixels[image.key] = image
 
+    def drop_pixels(self) -> None:
+        """Drops all pixels, also those that were requested and arrive later."""
+        self.pixels.clear()
+        self.requested_images.clear()
+
     def start(self, lease: Lease[LayerCache]) -> None:
         self._lease = lease
         self._shared_prefix_lengths.clear()
@@ -284,6 +289,7 @@ class Sequence:
         if self.features is not None:
             self.features.release()
             self.features = None
+        self.drop_pixels()
         self._lease = self._sampler_state = None
         self.decoding = False
         self.num_computed_tokens = self.reserved_bytes = self.reserved_positions = 0

@@ -22,14 +22,16 @@ from app.engine.policy import (
 class StepPacing:
     """The pace of one engine loop. clock: returns the time in seconds.
 
-    seconds_per_row: the duration of a decode step without prompt chunks, per sequence. None before
-        it was measured.
+    seconds_per_row: the duration of a decode step without other work, per sequence. None before it
+        was measured.
+    decode_seconds: the duration of a decode step without other work. None before it was measured.
     """
 
     def __init__(self, limits: SchedulerLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
         self.seconds_per_row: float | None = None
+        self.decode_seconds: float | None = None
         self._seconds_per_token: float | None = None
         self._turn = 0
         self._tokens = 0  # of this step
@@ -58,11 +60,14 @@ class StepPacing:
 
     def end_step(self, *, rows: int) -> None:
         """Measures the pace. The device has computed the chunks. rows: the number of sequences that
-        were decoded."""
+        were decoded; 0 if the step computed embeddings or a part of an image."""
         seconds = self._clock() - self._began
         self._seconds_per_token = update_pace(
             self._seconds_per_token, count=self._tokens, seconds=seconds
         )
+        if self._tokens or not rows:
+            return
+        self.decode_seconds = update_pace(self.decode_seconds, count=1, seconds=seconds)
         # Fewer rows take almost as long, because each step reads all weights.
-        if not self._tokens and rows >= MIN_RUNNING:
+        if rows >= MIN_RUNNING:
             self.seconds_per_row = update_pace(self.seconds_per_row, count=rows, seconds=seconds)

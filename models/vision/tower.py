@@ -25,8 +25,10 @@ from models.sdpa import scaled_dot_product_attention
 from models.vision.layers import Rotation
 from models.vision.pixels import PixelTable, Size, make_patches
 
-# the largest number of patches that one step computes
-_CHUNK = 512
+# The largest number of patches that one step computes. On a CPU, a step of usual towers takes up to
+# 0.18 s of one core, and smaller steps take no more time in total. On a GPU, each step waits for
+# the device, so there are fewer.
+_CPU_CHUNK, _GPU_CHUNK = 256, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,13 @@ class VisionTower(nn.Module):
             self.merge_size**2
         )
 
+    def estimate_pixel_bytes(self, rows: int) -> int:
+        """Returns the size of the tiles of an image with this number of image rows."""
+        if self.tile_size is None:
+            return 3 * rows * (self.patch_size * self.merge_size) ** 2
+        rows_of_tile = self.count_rows([(self.tile_size, self.tile_size)])
+        return 3 * self.tile_size**2 * -(-rows // rows_of_tile)
+
     def estimate_bytes(self, sizes: Sequence[Size]) -> int:
         """Returns an upper bound on the memory that an image with tiles of these sizes needs, from
         the tiles to the features, besides the weights."""
@@ -187,7 +196,7 @@ class VisionTower(nn.Module):
         return height // self.patch_size, width // self.patch_size
 
     def _tile_bytes(self, count: int, group: int, itemsize: int) -> int:
-        chunk = min(count, _CHUNK)
+        chunk = min(count, _chunk_length())
         width = self.heads * self.head_dim
         # pixels, their indices, values and patches, and patches in another order
         patch = 3 * self.patch_size**2
@@ -367,9 +376,13 @@ def _take_groups(array: mx.array, order: mx.array, group: int) -> mx.array:
     return array.reshape(-1, group, *array.shape[1:])[order].reshape(array.shape)
 
 
+def _chunk_length() -> int:
+    return _CPU_CHUNK if mx.default_device().type == mx.DeviceType.cpu else _GPU_CHUNK
+
+
 def _split(count: int, group: int) -> list[slice]:
     """Returns ranges of patches, of whole groups."""
-    step = _CHUNK // group * group
+    step = _chunk_length() // group * group
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 

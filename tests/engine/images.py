@@ -34,6 +34,9 @@ class FakeTower:
     def count_rows(self, sizes: Sequence[tuple[int, int]]) -> int:
         return sum((height // SIDE) * (width // SIDE) for height, width in sizes)
 
+    def estimate_pixel_bytes(self, rows: int) -> int:
+        return 3 * rows * SIDE**2
+
     def estimate_bytes(self, sizes: Sequence[tuple[int, int]]) -> int:
         return 8 * self.count_rows(sizes) * self.hidden * (1 + self.deepstack)
 

@@ -39,8 +39,7 @@ from models import architectures, llama
 from models.checkpoint_config import num_query_heads
 from models.image_inputs import ImageRules
 from models.kv import STEP
-from tests import tiny
-from tests.engine import vision_model
+from tests import tiny, tiny_vision
 from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.kernel_switch import BOTH, use_kernels
@@ -415,7 +414,7 @@ def test_the_default_chunk_of_a_gpu(
 
 def test_the_weights_of_a_vision_tower_count_unless_it_is_off(tmp_path: Path) -> None:
     """Its working memory is reserved for each image, so the activations are those of text."""
-    files = files_of(vision_model.write(tmp_path / "vision"))
+    files = files_of(tiny_vision.write(tmp_path / "vision"))
     text = estimate_fit(files, Settings(memory=1 << 30, parallel=1, vision=False))
     both = estimate_fit(files, Settings(memory=1 << 30, parallel=1))
     tower: Any = architectures.get_tower(open_model(files, None))
@@ -425,7 +424,7 @@ def test_the_weights_of_a_vision_tower_count_unless_it_is_off(tmp_path: Path) ->
 
 
 def test_a_step_has_memory_for_an_image_that_must_not_be_split(tmp_path: Path) -> None:
-    files = files_of(vision_model.write(tmp_path / "vision"))
+    files = files_of(tiny_vision.write(tmp_path / "vision"))
     settings = Settings(memory=1 << 30, parallel=1, prefill_chunk=16)
     model: Any = open_model(files, None)
     assert estimate_before_load(model, files, settings).pass_length == 16

@@ -28,7 +28,17 @@ from models.vision.tower import ImageFeatures
 from tests import tiny
 from tests.engine import hybrid
 from tests.engine.harness import Outcome, assert_same, job, make_loop, token_bits
-from tests.engine.images import BEGIN, END, FakeTower, Part, build_prompt, drive, image_job, picture
+from tests.engine.images import (
+    BEGIN,
+    END,
+    FakeEncoding,
+    FakeTower,
+    Part,
+    build_prompt,
+    drive,
+    image_job,
+    picture,
+)
 
 NONE = frozenset[int]()
 CAT, DOG, BIRD = picture(1), picture(2, 3, 3), picture(3, 1, 5)
@@ -322,6 +332,60 @@ def test_pixels_are_requested_two_images_ahead(llama: Any) -> None:
     assert 2 in seen, "the third image is requested later"
 
 
+def test_few_images_are_in_memory_however_many_sequences_wait(llama: Any) -> None:
+    """The ledger counts their pixels before any are requested."""
+    images = [picture(20 + n, 2, 2 + n % 3) for n in range(24)]
+    loop = make_loop(llama, running=8, policy="slots")
+    driver = drive(loop, *images, provides=lambda _: False)
+    jobs = [
+        image_job(
+            str(n), b"%d" % n, *(p for i in images[3 * n : 3 * n + 3] for p in (i, b"x" * 20))
+        )
+        for n in range(8)
+    ]
+    driver.submit(*jobs)
+    answered = 0
+    for _ in range(2000):
+        driver.step()
+        running = loop._scheduler.running
+        keys = {key for s in running for key in (*s.pixels, *s.requested_images)}
+        assert len(keys) <= 4
+        borrowed = driver.stats.ledger.kv - sum(s.reserved_bytes for s in running)
+        sizes = {i.key: sum(len(t.data) for t in i.tiles) for i in images}
+        assert borrowed >= sum(sizes[key] for key in keys)
+        if loop.idle:
+            if answered == len(driver.requests):
+                break
+            for name, key in driver.requests[answered:]:
+                driver.provide(name, [key])
+            answered = len(driver.requests)
+    assert all(outcome.reason in ("stop", "length") for outcome in driver.outcomes.values())
+    assert driver.stats.images_encoded == len(driver.requests) == len(images)
+    driver.step()
+    assert driver.stats.ledger.kv == 0
+
+
+def test_a_preempted_sequence_keeps_no_pixels(llama: Any) -> None:
+    """What arrives late is ignored, and requested again when the sequence runs again."""
+    loop = make_loop(llama, running=2, policy="slots")
+    driver = drive(loop, *PICTURES, provides=lambda _: False)
+    driver.submit(image_job("a", b"see ", CAT, b" and ", DOG))
+    while not loop.idle:
+        driver.step()
+    driver.provide("a", [DOG.key])
+    [sequence] = loop._scheduler.running
+    loop._scheduler.preempt(sequence)
+    driver.provide("a", [CAT.key])
+    assert not sequence.pixels
+    while not loop.idle:
+        driver.step()
+    assert driver.requests == 2 * [("a", CAT.key), ("a", DOG.key)]
+    driver.provide("a", [CAT.key, DOG.key])
+    while not loop.idle:
+        driver.step()
+    assert_equal(loop, driver.outcomes["a"], solve(llama, b"see ", CAT, b" and ", DOG))
+
+
 def test_a_loop_that_waits_for_pixels_is_idle(llama: Any) -> None:
     driver = drive(make_loop(llama, running=2), *PICTURES, provides=lambda _: False)
     driver.submit(image_job("a", b"see ", CAT))
@@ -391,6 +455,35 @@ def test_other_streams_decode_while_an_image_is_encoded(llama: Any) -> None:
     assert steps >= 40
     assert tokens >= steps - 1, "a token in each step"
     assert len(driver.outcomes["image"].progress) >= 40, "clients see that it advances"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_slow_steps_of_the_tower_delay_few_tokens(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Most steps only decode while a stream runs, so the median delay of its tokens is that of a
+    decode step."""
+    now, slow_steps = 0.0, 0
+    run_step = FakeEncoding.run_step
+
+    def run_slowly(encoding: FakeEncoding) -> None:
+        nonlocal now, slow_steps
+        now, slow_steps = now + 0.3, slow_steps + 1
+        run_step(encoding)
+
+    monkeypatch.setattr(FakeEncoding, "run_step", run_slowly)
+    llama.vision = FakeTower(tiny.CONFIG["hidden_size"], steps=20)
+    driver = drive(make_loop(llama, running=2, step_seconds=0.1, clock=lambda: now), *PICTURES)
+    if streams:
+        driver.submit(job("text", b"hello", max_tokens=200, stop_token_ids=NONE))
+        for _ in range(5):
+            driver.step()
+    driver.submit(image_job("image", CAT, b"?"))
+    steps = 0
+    while slow_steps < 20:
+        driver.step()
+        steps += 1
+    assert steps >= 55 if streams else steps < 30
 
 
 def test_the_clock_decides_how_many_steps_of_the_tower_an_engine_step_has(llama: Any) -> None:

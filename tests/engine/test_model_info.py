@@ -11,8 +11,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.engine.model_info import complete_config, count_parameters
 from app.store import find
-from tests import tiny
-from tests.engine import vision_model
+from tests import tiny, tiny_vision
 from tests.store.ollama_store import CONFIG, packed_folder
 
 
@@ -97,11 +96,11 @@ def test_the_config_of_a_model_with_a_tower_keeps_its_vision_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    whole = store.resolve(str(vision_model.write(tmp_path / "vision")))
+    whole = store.resolve(str(tiny_vision.write(tmp_path / "vision")))
     found = complete_config(whole)
     assert found.config["model_type"] == "qwen3_vl"
     assert found.config["vision_config"] == whole.config["vision_config"]
-    assert (found.context_length, found.vocab_size) == (1024, tiny.VOCAB)
+    assert (found.context_length, found.vocab_size) == (1 << 15, tiny.VOCAB + 3)
     assert found.config["num_attention_heads"] == 2, "of the text model"
     assert complete_config(found) == found
     assert "text model only" not in caplog.text

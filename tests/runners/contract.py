@@ -26,9 +26,8 @@ from app.core.settings import Settings
 from app.engine.model_info import complete_config
 from app.runners.thread_runner import ThreadRunner
 from models.cpu_backend import get_num_threads
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.batches import flatten
-from tests.engine import vision_model
 from tests.engine.harness import job
 from tests.engine.images import image_job, picture
 from tests.waiting import wait_until_async
@@ -356,7 +355,7 @@ def test_stopping_a_load_raises_from_start(runner: MakeRunner, tiny_model: Path)
 
 def test_pixels_are_provided_on_request(runner: MakeRunner, tmp_path: Path) -> None:
     """The second time, they are not needed."""
-    side = vision_model.SIDE
+    side = tiny_vision.SIDE
     cat, dog = picture(1, side=side), picture(2, side=side)
 
     async def describe(running: Runner, image: ImagePixels) -> tuple[list[int], int]:
@@ -386,11 +385,11 @@ def test_pixels_are_provided_on_request(runner: MakeRunner, tmp_path: Path) -> N
         stats = running.status().stats
         assert stats.images_encoded == 2
 
-    with_runner(runner, vision_model.write(tmp_path / "vision"), body)
+    with_runner(runner, tiny_vision.write(tmp_path / "vision"), body)
 
 
 def test_a_job_that_waits_for_pixels_can_be_cancelled(runner: MakeRunner, tmp_path: Path) -> None:
-    side = vision_model.SIDE
+    side = tiny_vision.SIDE
 
     async def body(running: Runner) -> None:
         one = image_job("a", b"see ", picture(side=side), side=side)
@@ -402,4 +401,4 @@ def test_a_job_that_waits_for_pixels_can_be_cancelled(runner: MakeRunner, tmp_pa
         assert ids(await answer(running, "b", b"hello", top_logprobs=None))
         await wait_until_async(lambda: running.status().stats.ledger.kv == 0)
 
-    with_runner(runner, vision_model.write(tmp_path / "vision"), body)
+    with_runner(runner, tiny_vision.write(tmp_path / "vision"), body)

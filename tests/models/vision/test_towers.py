@@ -111,7 +111,7 @@ def test_a_tile_in_several_chunks_has_the_same_rows(
     whole = model.begin(image)
     while whole.num_done < whole.num_steps:
         whole.run_step()
-    monkeypatch.setattr(tower, "_CHUNK", 2 * model.merge_size**2)
+    monkeypatch.setattr(tower, "_chunk_length", lambda: 2 * model.merge_size**2)
     parts = model.begin(image)
     assert parts.num_steps > whole.num_steps
     for _ in range(parts.num_steps):
