@@ -304,17 +304,21 @@ class JobBuilder:
             needs_message_ends=capacity is None or capacity.needs_checkpoints,
         )
         token.check()
+        num_rows = sum(one.plan.num_tokens for one in written.images)
         ids, ends = self._encode_at(
             written.text,
             param,
             context_limit,
             add_special_tokens=written.add_special_tokens,
             positions=written.message_ends,
+            num_rows=num_rows,
         )
         images = self._find_images(request, written, ids)
         if prompt.earlier_ids:
             length = len(ids)
-            ids, ends = self._append_to_earlier(prompt.earlier_ids, ids, context_limit), ()
+            earlier = self._append_to_earlier(prompt.earlier_ids, ids)
+            ids = self._check_length(earlier, "context", context_limit, num_rows=num_rows)
+            ends = ()
             moved = len(ids) - length
             images = tuple(structs.replace(one, start=one.start + moved) for one in images)
         return _EncodedPrompt(
@@ -354,9 +358,7 @@ class JobBuilder:
             )
         return tuple(spans)
 
-    def _append_to_earlier(
-        self, earlier: tuple[int, ...], ids: Sequence[int], context_limit: ContextLimit
-    ) -> Sequence[int]:
+    def _append_to_earlier(self, earlier: tuple[int, ...], ids: Sequence[int]) -> Sequence[int]:
         """Appends a prompt to the token IDs of an earlier conversation."""
         for id_ in (min(earlier), max(earlier)):
             self._check_id(id_, "context", self._files.vocab_size)
@@ -364,7 +366,7 @@ class JobBuilder:
             message = "context contains an image, which is not stored: use /api/chat instead"
             raise AppError(ErrorKind.INVALID, message, param="context")
         begun = ids[0] == self.tokenizer.bos_token_id
-        return self._check_length([*earlier, *ids[begun:]], "context", context_limit)
+        return [*earlier, *ids[begun:]]
 
     @property
     def _image_token_id(self) -> int | None:
@@ -379,8 +381,7 @@ class JobBuilder:
     ) -> Job:
         ids: Sequence[int] = encoded.token_ids
         keep = self._resolve_num_keep(request, ids)
-        if encoded.images:
-            self._check_images_fit(ids, context_limit)
+        if encoded.images:  # which cannot be cut, so the prompt fits
             ids = _number_rows(ids, encoded.images)
         elif self._context_shift:
             ids = truncate_prompt(ids, context=context_limit.context_length, num_keep=keep)
@@ -415,18 +416,6 @@ class JobBuilder:
             message_ends=encoded.message_ends if len(ids) == len(encoded.token_ids) else (),
             images=encoded.images,
         )
-
-    def _check_images_fit(self, ids: Sequence[int], context_limit: ContextLimit) -> None:
-        """Raises AppError(CONTEXT_LENGTH) for a prompt that would have to be truncated, because an
-        image cannot be divided."""
-        context = context_limit.context_length
-        if len(ids) >= context:
-            raise AppError(
-                ErrorKind.CONTEXT_LENGTH,
-                f"the prompt exceeds the available context size: it has {len(ids)} tokens, "
-                f"{context_limit.explain_too_long(len(ids))}; prompts with images are not cut",
-                excess=ContextExcess(prompt_tokens=len(ids), context_length=context),
-            )
 
     def _resolve_sampling(self, request: GenerateRequest) -> SamplingParams:
         """Merges the defaults with the request's parameters. Raises AppError(INVALID) for IDs that
@@ -517,8 +506,10 @@ class JobBuilder:
         *,
         add_special_tokens: bool,
         positions: Sequence[int],
+        num_rows: int = 0,
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokenizes a text, and returns the number of tokens before each position."""
+        """Tokenizes a text, and returns the number of tokens before each position. num_rows: the
+        number of image rows in it."""
         try:
             read = self._clip_text(text, context_limit)
             ids, counts = self.tokenizer.encode_with_positions(
@@ -527,8 +518,10 @@ class JobBuilder:
         except AppError as error:
             raise AppError(error.kind, error.marked_message, param=param) from error
         self._check_embeddable(ids, param)
-        is_clipped = len(read) < len(text)
-        return self._check_length(ids, param, context_limit, is_clipped=is_clipped), counts
+        checked = self._check_length(
+            ids, param, context_limit, is_clipped=len(read) < len(text), num_rows=num_rows
+        )
+        return checked, counts
 
     def _encode_infill(
         self, text: str, suffix: str, param: str, context_limit: ContextLimit
@@ -556,19 +549,29 @@ class JobBuilder:
         context_limit: ContextLimit,
         *,
         is_clipped: bool = False,
+        num_rows: int = 0,
         what: str = "prompt",
     ) -> Sequence[int]:
         """Returns `ids`. Raises AppError if there are no tokens or too many tokens. is_clipped:
-        whether the prompt is longer than `ids`. what: the name of the prompt in the message."""
+        whether the prompt is longer than `ids`. num_rows: the number of image rows in the prompt,
+        which is then not truncated, because an image cannot be cut. what: the name of the prompt in
+        the message."""
         if not ids:
             raise AppError(ErrorKind.INVALID, "the prompt has no tokens", param=param)
-        if len(ids) >= context_limit.context_length and not self._context_shift:
+        is_too_long = len(ids) >= context_limit.context_length
+        if is_too_long and (num_rows or not self._context_shift):
             more = "more than " if is_clipped else ""
+            explanation = context_limit.explain_too_long(len(ids))
+            if num_rows:
+                explanation += (
+                    f"; {pluralize(num_rows, 'token')} of the prompt are of images, which are "
+                    "never cut: send fewer or smaller images"
+                )
             # clients of llama.cpp recognize the error by the first words
             raise AppError(
                 ErrorKind.CONTEXT_LENGTH,
                 f"the {what} exceeds the available context size: it has {more}"
-                f"{pluralize(len(ids), 'token')}, {context_limit.explain_too_long(len(ids))}",
+                f"{pluralize(len(ids), 'token')}, {explanation}",
                 param=param,
                 excess=ContextExcess(
                     prompt_tokens=len(ids), context_length=context_limit.context_length

@@ -154,10 +154,17 @@ def test_an_image_of_an_impossible_shape_is_refused_or_omitted(files: ModelFiles
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(cache="slots", context_shift=True)])
 def test_a_prompt_with_images_is_not_truncated(files: ModelFiles, settings: Settings):
-    prompt = ask(place(1), text="x" * 300)
-    with pytest.raises(AppError) as caught:
-        prepare(files, prompt, replace(settings, context=256))
-    assert caught.value.kind is ErrorKind.CONTEXT_LENGTH
+    prompts = (
+        ask(place(1), text="x" * 300),
+        ask(*[place(1)] * 150),
+        replace(ask(place(1)), earlier_ids=(5,) * 300),
+    )
+    for prompt, rows in zip(prompts, (2, 300, 2), strict=True):
+        with pytest.raises(AppError) as caught:
+            prepare(files, prompt, replace(settings, context=256))
+        assert caught.value.kind is ErrorKind.CONTEXT_LENGTH
+        assert f"; {rows} tokens of the prompt are of images, which" in caught.value.message
+        assert caught.value.message.endswith("never cut: send fewer or smaller images")
 
 
 def test_prompt_logprobs_are_refused_with_images(files: ModelFiles):
