@@ -137,10 +137,14 @@ class ChatCommands:
 
     def _save(self, name: str) -> None:
         """Saves the chat as a model, as in Ollama. The format and the reasoning are not part of a
-        model."""
+        model. Its messages have no images."""
         if not name:
             raise _usage_error("under which name? /save NAME")
         state = self._state
+        if any(message.images for message in state.messages):
+            raise _usage_error(
+                "a model cannot contain the images of this conversation: /clear it before /save"
+            )
         recipe = ModelRecipe(
             name=name,
             base=None,

@@ -235,7 +235,7 @@ LIST = Command(
     summary="list the models on this machine",
     add_arguments=_add_list_arguments,
     run=_run_list,
-    examples=(("mlxrunner list", "names, sizes and architectures"),),
+    examples=(("mlxrunner list", "names, sizes, architectures, and which models read images"),),
     other_names="ls models images",
 )
 

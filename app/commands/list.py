@@ -16,23 +16,24 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.units import format_bytes
+from app.images.processor import load_image_processor
 from models.checkpoint_config import (
     find_unsupported_method,
     get_text_config,
     has_architecture,
 )
 
-_HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED")
+_HEADER = ("NAME", "SOURCE", "SIZE", "ARCHITECTURE", "VISION", "MODIFIED")
 
 # the maximum width of a name at which the other columns still fit in 80 characters
-_MAX_NAME_WIDTH = 33
+_MAX_NAME_WIDTH = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedModel:
     """A row of the list. bytes: the size of all tensors. modified: the modification time as Unix
-    time. problem: the reason why the model cannot be served, or None. If problem is set, bytes,
-    architecture and modified are unknown."""
+    time. vision: whether it processes images. problem: the reason why the model cannot be served,
+    or None. If problem is set, bytes, architecture, modified and vision are unknown."""
 
     name: str
     source: str
@@ -40,6 +41,7 @@ class ListedModel:
     bytes: int = 0
     architecture: str = ""
     modified: int = 0
+    vision: bool = False
     problem: str | None = None
 
 
@@ -68,7 +70,8 @@ def render_table(rows: Iterable[ListedModel]) -> Iterator[str]:
     for row in rows:
         if row.problem is None:
             day = time.strftime("%Y-%m-%d", time.localtime(row.modified))
-            cells = (row.name, row.source, format_bytes(row.bytes), row.architecture, day)
+            size, vision = format_bytes(row.bytes), "yes" if row.vision else ""
+            cells = (row.name, row.source, size, row.architecture, vision, day)
             if len(row.name) > width:
                 yield row.name
                 cells = ("", *cells[1:])
@@ -89,6 +92,7 @@ def _collect_models() -> Iterator[ListedModel]:
         try:
             files = entry.read()
             _check_support(files)
+            vision = load_image_processor(files) is not None
         except AppError as error:
             yield dataclasses.replace(row, problem=error.message)
             continue
@@ -97,6 +101,7 @@ def _collect_models() -> Iterator[ListedModel]:
             bytes=files.weight_bytes,
             architecture=get_architecture(files),
             modified=files.created,
+            vision=vision,
         )
 
 
@@ -113,5 +118,5 @@ def _check_support(files: ModelFiles) -> None:
 
 
 def _format_line(cells: tuple[str, ...], width: int) -> str:
-    name, source, size, kind, day = cells
-    return f"{name:<{width}}  {source:<8}  {size:>7}  {kind:<13}  {day}".rstrip()
+    name, source, size, kind, vision, day = cells
+    return f"{name:<{width}}  {source:<8}  {size:>7}  {kind:<13}  {vision:<6}  {day}".rstrip()

@@ -16,6 +16,7 @@ from app.core.terminal import print_message
 from app.core.units import format_bytes, format_count, format_memory
 from app.engine.fit import Fit, estimate_before_load, open_with_settings
 from app.engine.model_info import ParameterCount, complete_config, count_parameters
+from models.architectures import get_tower
 from models.cpu_layout import get_activation_bits
 
 
@@ -41,21 +42,28 @@ def _show(name: str | None, settings: Settings, *, as_json: bool) -> None:
     fits, activations = estimate_before_load(model, files, settings), get_activation_bits(model)
     if warning := files.describe_excess(settings.context):
         print_message(warning)
+    vision = model.image_rules is not None and get_tower(model) is not None
     if as_json:
-        print(json.dumps(_build_report(files, holds, activations, fits), indent=2))
+        print(json.dumps(_build_report(files, holds, activations, fits, vision=vision), indent=2))
         return
     print(files.name)
-    for label, value in _render_lines(files, holds, activations, fits):
+    for label, value in _render_lines(files, holds, activations, fits, vision=vision):
         print(f"  {label:<13} {value}")
 
 
 def _build_report(
-    files: ModelFiles, contents: ParameterCount, activations: int | None, fit_report: Fit
+    files: ModelFiles,
+    contents: ParameterCount,
+    activations: int | None,
+    fit_report: Fit,
+    *,
+    vision: bool,
 ) -> Mapping[str, Any]:
     return {
         "name": files.name,
         "path": str(files.path),
         "architecture": get_architecture(files),
+        "input_modalities": ["text", "image"] if vision else ["text"],
         "parameters": contents.parameters,
         "bytes": contents.nbytes,
         "file_bytes": files.weight_bytes,
@@ -75,10 +83,16 @@ def _build_report(
 
 
 def _render_lines(
-    files: ModelFiles, contents: ParameterCount, activations: int | None, fit_report: Fit
+    files: ModelFiles,
+    contents: ParameterCount,
+    activations: int | None,
+    fit_report: Fit,
+    *,
+    vision: bool,
 ) -> Iterator[tuple[str, str]]:
     yield "path", str(files.path)
     yield "architecture", get_architecture(files)
+    yield "input", "text, images" if vision else "text"
     yield "parameters", format_count(contents.parameters)
     yield (
         "weights",

@@ -100,6 +100,7 @@ def test_an_image_is_sent_with_the_next_message(
             f"/image {image}": "The next message has the image a cat.png.",
             f"'{image}' what?": "The next message has the image a cat.png.",
             f"{str(image).replace(' ', chr(92) + ' ')} and?": "The next message has the image",
+            "/save pictures": "cannot contain the images of this conversation: /clear it",
         }
         lines = [*expected, "/bye"]
         [_, *replies, _] = chat_here(CARD.id, "--port", port, lines=lines)

@@ -13,7 +13,7 @@ from app.commands.list import ListedModel, list_models, render_table
 from app.store.hub.download import download
 from app.store.hub.download_plan import plan_download
 from app.store.model_names import HubName
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.store.ollama_store import OllamaStore
 from tests.store.stand_in import StandIn
 
@@ -37,7 +37,7 @@ def test_every_source_is_listed_and_broken_models_come_last(
 ) -> None:
     assert list_models(as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["NAME", "SOURCE", "SIZE", "ARCHITECTURE", "MODIFIED"]
+    assert lines[0].split() == ["NAME", "SOURCE", "SIZE", "ARCHITECTURE", "VISION", "MODIFIED"]
     assert [line.split()[0] for line in lines[1:]] == [
         "builtin",
         "org/tiny",
@@ -61,6 +61,24 @@ def test_the_json_has_the_same_models(
     assert rows["org/tiny"]["problem"] is None
     assert Path(rows["tiny:4b"]["path"]).is_file()
     assert "is not a usable GGUF file" in rows["llama3.2"]["problem"]
+
+
+def test_a_model_that_processes_images_is_marked(
+    hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, folder in (
+        ("org/vision", tiny_vision.write(tmp_path / "vision")),
+        ("org/text", tiny.write(tmp_path / "text")),
+    ):
+        hub.add(name, folder)
+        download(plan_download(HubName(repo_id=name)))
+    list_models(as_json=False)
+    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert lines["org/vision"][-3:-1] == ["qwen3_vl_text", "yes"]
+    assert "yes" not in lines["org/text"]
+    list_models(as_json=True)
+    rows = {row["name"]: row["vision"] for row in json.loads(capsys.readouterr().out)}
+    assert (rows["org/vision"], rows["org/text"]) == (True, False)
 
 
 def test_a_long_name_is_on_its_own_line() -> None:

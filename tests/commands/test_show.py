@@ -12,7 +12,7 @@ from app.commands.show import show
 from app.core.errors import AppError
 from app.core.settings import ModelSettings, Settings
 from models import kernels
-from tests import tiny
+from tests import tiny, tiny_vision
 from tests.models.published_weights import write_fp8
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore, packed_folder
 
@@ -51,6 +51,23 @@ def test_the_report_fits_in_80_columns(
     ):
         assert expected in text
     assert all(len(line) <= 80 for line in lines if "path" not in line)
+
+
+def test_the_report_tells_whether_the_model_processes_images(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_vision.write(tmp_path / "vision")
+    for path, vision, expected in (
+        (folder, True, "text, images"),
+        (folder, False, "text"),
+        (tiny_model, True, "text"),
+    ):
+        settings = Settings(models=(ModelSettings(name=str(path)),), vision=vision)
+        show(settings, as_json=False)
+        assert re.search(f"^  input +{expected}$", capsys.readouterr().out, re.MULTILINE)
+        show(settings, as_json=True)
+        modalities = json.loads(capsys.readouterr().out)["input_modalities"]
+        assert ("image" in modalities) == ("image" in expected)
 
 
 @pytest.mark.parametrize(
