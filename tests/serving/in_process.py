@@ -15,6 +15,7 @@ from app.core.ports import Runner
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.model_info import complete_config
+from app.images.decoder import ImageDecoder
 from app.runners.pool import ModelPool
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
@@ -36,6 +37,7 @@ async def serve_model(
     pool = ModelPool(make_runner, registry.load_verified_files)
     workers = ThreadPools()
     limits = RequestLimits(settings)
+    decoder = ImageDecoder()
     router = ModelRouter(
         registry,
         pool,
@@ -45,6 +47,7 @@ async def serve_model(
         check_tokenizer=_accept_tokenizer,
         library=InstalledModels(registry),
         limits=limits,
+        image_decoder=decoder,
     )
     await pool.start()
     try:
@@ -52,3 +55,4 @@ async def serve_model(
         yield build_app(router, router, settings, limits=limits, workers=workers)
     finally:
         await pool.stop()
+        await decoder.close()
