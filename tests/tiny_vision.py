@@ -88,6 +88,7 @@ FAMILIES: Mapping[str, Family] = {
         text={
             "model_type": "qwen3_vl_text",
             "num_hidden_layers": 5,
+            "tie_word_embeddings": True,
             "rope_theta": 10000.0,
             "rope_scaling": {
                 "rope_type": "default",
