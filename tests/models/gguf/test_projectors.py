@@ -17,7 +17,7 @@ from models.cpu_layout import apply_cpu_layout
 from models.gguf import reader
 from models.gguf.projector_weights import open_projector
 from models.gguf.projectors import fits, group_tensors, read_config
-from models.gguf.reader import GGUFError, UnsupportedError
+from models.gguf.reader import GGUFError, GGUFFile, UnsupportedError
 from models.gguf.weights import UnreadTensors
 from models.multimodal import get_vision_weights
 from models.vision.build import build_tower
@@ -61,17 +61,21 @@ def write(folder: Path, name: str, weights: Weights | None = None, **options: An
 
 def open_tower(path: Path, name: str) -> VisionTower:
     file = reader.read(path)
-    text = text_config(name)
-    assert fits(file, text)
-    config, processor = read_config(file, text)
+    assert fits(file, text_config(name))
+    tower, unread = build_unread(file, name)
+    apply_cpu_layout(tower)
+    unread.read()
+    return tower
+
+
+def build_unread(file: GGUFFile, name: str) -> tuple[VisionTower, UnreadTensors]:
+    config, processor = read_config(file, text_config(name))
     unread = UnreadTensors()
     tower = architectures._build_tower(
         config, open_projector(file, unread), processor, unread.blocks
     )
     assert tower is not None
-    apply_cpu_layout(tower)
-    unread.read()
-    return tower
+    return tower, unread
 
 
 def build(name: str, weights: Mapping[str, mx.array]) -> VisionTower:
@@ -290,3 +294,23 @@ def test_wrong_values_are_rejected(tmp_path: Path, key: str, value: Any, message
 
     found = complain(write(tmp_path, "qwen3_vl", extra=change_key), "qwen3_vl")
     assert re.search(message, found), found
+
+
+def test_a_mutated_header_gives_a_tower_or_an_error_of_one_line(tmp_path: Path):
+    path = write(tmp_path, "qwen3_vl")
+    original = path.read_bytes()
+    end = min(tensor.offset for tensor in reader.read(path).tensors.values())
+    random = np.random.default_rng(0)
+    errors: list[str] = []
+    for _ in range(60):
+        content = bytearray(original)
+        content[random.integers(8, end)] = random.integers(256)
+        path.write_bytes(content)
+        try:
+            file = reader.read(path)
+            if fits(file, text_config("qwen3_vl")):
+                build_unread(file, "qwen3_vl")
+        except (GGUFError, ModelError) as error:
+            errors.append(str(error))
+    assert 10 < len(errors) < 60
+    assert not any("\n" in error for error in errors)
