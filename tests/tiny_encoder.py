@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,17 +40,18 @@ def write(
     the widths of dense layers after the pooling."""
     folder.mkdir(parents=True)
     case = json.loads(encoder_reference.FILE.read_text())[name]
-    (folder / "config.json").write_text(json.dumps(case["config"]))
+    # of a RoBERTa, whose positions skip padding, the default would be [CLS]
+    (folder / "config.json").write_text(json.dumps({**case["config"], "pad_token_id": 0}))
     weights = {key: mx.array(draw_tensor(key, shape)) for key, shape in case["tensors"].items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text("{}")
-    modules: list[dict[str, Any]] = [
-        {"path": "", "type": "sentence_transformers.models.Transformer"}
-    ]
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
     if pooling is not None:
         (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling/config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
+        settings = {"word_embedding_dimension": WIDTH, "pooling_mode_mean_tokens": False}
+        settings[f"pooling_mode_{pooling}"] = True
+        (folder / "1_Pooling/config.json").write_text(json.dumps(settings))
         modules.append({"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
     width = WIDTH
     for number, size in enumerate(dense, 2):
@@ -59,14 +59,22 @@ def write(
         modules.append({"path": f"{number}_Dense", "type": "sentence_transformers.models.Dense"})
         width = size
     if pooling is not None:
-        (folder / "modules.json").write_text(json.dumps(modules))
+        numbered = [{"idx": i, "name": str(i), **module} for i, module in enumerate(modules)]
+        (folder / "modules.json").write_text(json.dumps(numbered))
     return folder
 
 
 def write_dense(folder: Path, width: int, size: int, activation: str) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(
-        json.dumps({"in_features": width, "out_features": size, "activation_function": activation})
+        json.dumps(
+            {
+                "in_features": width,
+                "out_features": size,
+                "bias": False,
+                "activation_function": activation,
+            }
+        )
     )
     drawn = np.random.default_rng(size).standard_normal((size, width)).astype(np.float32)
     mx.save_safetensors(str(folder / "model.safetensors"), {"linear.weight": mx.array(drawn)})

@@ -55,10 +55,10 @@ class ModelFiles:
     added_tokens: the tokens of other files that are missing in tokenizer.json.
     weight_bytes: the size of all tensors in bytes. weights_digest: a digest that changes when a
     shard is replaced. is_encoder: whether the model computes hidden states only, and generates no
-    text. num_scores: the number of scores of its classification head, or 0. Both are set by
-    `app.engine.model_info.complete_config`. projector_path: the file with the vision tower of a
-    model in GGUF, if it has one. adapter_path: the LoRA adapter that is a part of the model and
-    applies to all requests, if it has one.
+    text. num_scores: the number of scores of its classification head, or 0. max_positions: the
+    context length of the architecture. `app.engine.model_info.complete_config` sets these.
+    projector_path: the file with the vision tower of a model in GGUF, if it has one. adapter_path:
+    the LoRA adapter that is a part of the model and applies to all requests, if it has one.
     """
 
     name: str
@@ -84,6 +84,7 @@ class ModelFiles:
     weights_digest: str = ""
     is_encoder: bool = False
     num_scores: int = 0
+    max_positions: int | None = None
     projector_path: Path | None = None
     adapter_path: Path | None = None
 
@@ -118,8 +119,9 @@ class ModelFiles:
 
     @property
     def context_length(self) -> int:
-        """The maximum number of positions of the model (max_position_embeddings)."""
-        return int(self.config["max_position_embeddings"])
+        """The maximum number of positions of the model: max_position_embeddings, unless the
+        architecture uses fewer."""
+        return self.max_positions or int(self.config["max_position_embeddings"])
 
     def resolve_context_length(self, requested: int | None) -> int:
         """Returns the maximum number of positions in one sequence. requested: the value of

@@ -45,14 +45,22 @@ def complete_config(files: ModelFiles) -> ModelFiles:
         log.info(
             "%s: loading the text model only; image and audio inputs are not supported", files.name
         )
+    text = get_text_config(whole)
     config = {
         **(whole if has_tower else {}),
-        **get_text_config(whole),
+        **text,
         **({"model_type": whole["model_type"]} if has_tower else {}),
-        "max_position_embeddings": facts.context_length,
+        # of a RoBERTa, the number of rows, which is larger
+        "max_position_embeddings": text.get("max_position_embeddings") or facts.context_length,
         "vocab_size": facts.vocab_size,
     }
-    return replace(files, config=config, is_encoder=is_encoder(config), num_scores=facts.num_scores)
+    return replace(
+        files,
+        config=config,
+        is_encoder=is_encoder(config),
+        num_scores=facts.num_scores,
+        max_positions=facts.context_length,
+    )
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:

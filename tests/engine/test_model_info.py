@@ -1,5 +1,6 @@
 """Model facts before the load: the completed config, and parameters counted from headers."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from app.core.model_files import ModelFiles
 from app.engine.model_info import complete_config, count_parameters
 from app.store import find
 from tests import tiny, tiny_vision
+from tests.models import encoder_reference
 from tests.store.ollama_store import CONFIG, packed_folder
 
 
@@ -45,7 +47,16 @@ def complete_with(files: ModelFiles, **config: Any) -> ModelFiles:
 
 
 def test_a_complete_config_is_not_changed(files: ModelFiles) -> None:
-    assert complete_config(files) == files
+    assert complete_config(files) == replace(files, max_positions=files.context_length)
+
+
+def test_a_roberta_has_fewer_positions_than_rows(files: ModelFiles) -> None:
+    """The number of rows stays in the config, so that the model can be built from it. Otherwise,
+    no model of this architecture could be served."""
+    config = json.loads(encoder_reference.FILE.read_text())["xlm-roberta"]["config"]
+    found = complete_with(files, **config)
+    assert (found.context_length, found.config["max_position_embeddings"]) == (62, 64)
+    assert complete_config(found) == found
 
 
 def test_defaults_of_the_architecture_are_filled_in(files: ModelFiles) -> None:
