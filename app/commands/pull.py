@@ -74,10 +74,10 @@ def plan_model_download(name: HubName) -> "DownloadPlan":
     """Plans the download of a model. Raises AppError for a model that could not be served, so that
     it is rejected before the download rather than after it."""
     from app.store.hub.download_plan import plan_download
+    from app.store.hub.weight_headers import read_gguf_config
 
     offer = plan_download(name)
-    if not offer.is_gguf:  # its metadata is in the file
-        check_config(str(name), offer.config)
+    check_config(str(name), read_gguf_config(offer) if offer.is_gguf else offer.config)
     return offer
 
 

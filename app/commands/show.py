@@ -16,6 +16,8 @@ from app.core.terminal import print_message
 from app.core.units import format_bytes, format_count, format_memory
 from app.engine.fit import Fit, estimate_before_load, open_with_settings
 from app.engine.model_info import ParameterCount, complete_config, count_parameters
+from app.store.gguf.model import is_gguf_model
+from app.store.gguf.summary import count_types
 from models.architectures import get_tower
 from models.cpu_layout import get_activation_bits
 
@@ -70,6 +72,7 @@ def _build_report(
         "converted": contents.conversion and contents.conversion.describe(),
         "bits": round(contents.bits_per_parameter, 3),
         "kinds": contents.by_format,
+        "types": _count_types(files),
         "activations": activations,
         "batched": contents.shares_pass,
         "context_length": files.context_length,
@@ -101,6 +104,8 @@ def _render_lines(
     for kind, count in contents.by_format.items():
         if share := 100 * count / max(contents.parameters, 1):
             yield "", f"{share:.3g} % {kind}"
+    for group, types in (_count_types(files) or {}).items():
+        yield group, _format_shares(types)
     if activations is not None:
         yield "activations", f"{activations} bits in 4- and 8-bit layers"
     if contents.conversion is not None:
@@ -118,6 +123,18 @@ def _render_lines(
         yield "default", f"{key} {value}"
     yield "memory", _format_memory_needed(fit_report)
     yield "", _format_verdict(fit_report)
+
+
+def _count_types(files: ModelFiles) -> Mapping[str, Mapping[str, int]] | None:
+    """Returns the types in each group of tensors of a GGUF file. None for other models."""
+    return count_types(files.shards[0]) if is_gguf_model(files) else None
+
+
+def _format_shares(counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    if len(counts) == 1:
+        return "".join(counts)
+    return ", ".join(f"{100 * count / total:.3g} % {kind}" for kind, count in counts.items())
 
 
 def _find_template_file(files: ModelFiles) -> str | None:

@@ -46,10 +46,10 @@ class ModelDetails:
     hexadecimal digits that change when the files change. modified: the modification time as Unix
     time. context_length: the maximum number of tokens in a request. keep_alive: the number of
     seconds for which the operator keeps the model loaded without requests; math.inf means forever.
-    chat: whether the model has a chat template. template: the text of the chat template. defaults:
-    the recommended sampling parameters; see `SamplingParams`. max_tokens, stop: the values in
-    generation_config.json. config: the parsed config.json. license, system, messages, parent: as in
-    `ModelFiles`."""
+    format: of the weights. chat: whether the model has a chat template. template: the text of the
+    chat template. defaults: the recommended sampling parameters; see `SamplingParams`. max_tokens,
+    stop: the values in generation_config.json. config: the parsed config.json. license, system,
+    messages, parent: as in `ModelFiles`."""
 
     name: str
     architecture: str
@@ -61,6 +61,7 @@ class ModelDetails:
     context_length: int
     keep_alive: float
     capabilities: frozenset[Capability]
+    format: Literal["gguf", "safetensors"] = "safetensors"
     reasoning: ReasoningSupport = "none"
     chat: bool = True
     template: str = ""

@@ -106,7 +106,7 @@ def _read_gguf(path: Path, config: Mapping[str, Any]) -> dict[str, LoraFactors]:
         return gguf_lora.read_lora_weights(gguf_reader.read(path), config)
     except GGUFError as error:
         raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
-    except (EOFError, OSError) as error:
+    except OSError as error:
         raise _error(path, f"it cannot be read: {error}") from error
 
 

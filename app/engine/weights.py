@@ -187,7 +187,9 @@ def _read_gguf(model: Model, path: Path) -> None:
         return
     try:
         unread.read()
-    except (EOFError, MemoryError, OSError, RuntimeError) as error:
+    except ModelError as error:  # it names the file, which may be another one of a split model
+        raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
+    except (MemoryError, OSError, RuntimeError) as error:
         raise AppError(
             ErrorKind.MODEL_FILES, f"{path}: reading the weights failed: {error}"
         ) from error
@@ -265,7 +267,7 @@ def _find_faulty_file(
     file."""
     if not isinstance(error, architectures.TensorError):
         return None
-    by_array = {id(array): places[name] for name, array in weights.items()}
+    by_array = {id(array): places.get(name) for name, array in weights.items()}
     found = {
         by_array.get(id(array))
         for name, array in get_text_weights(to_mlx_names(weights)).items()

@@ -18,6 +18,7 @@ from app.core.models import Capability, ModelDetails, ReasoningSupport, TensorDe
 from app.core.requests import ReasoningOptions
 from app.core.thread_pools import ThreadPools
 from app.serving.pooling_config import POOLING_MODE, find_rank_method
+from app.store.gguf.model import is_gguf_model
 from app.store.tensor_summary import list_tensors, summarize_tensors
 from app.text.capabilities import detect_capabilities
 from app.text.chat_template import ChatTemplate
@@ -93,6 +94,7 @@ def _describe(files: ModelFiles) -> ModelDetails:
     defaults: GenerationDefaults = read_generation_defaults(files)
     return ModelDetails(
         name=files.name,
+        format="gguf" if is_gguf_model(files) else "safetensors",
         architecture=str(files.config.get("model_type") or "unknown"),
         parameters=summary.parameters,
         quantization=summary.quantization,

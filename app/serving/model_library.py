@@ -9,12 +9,12 @@ ends at its next check. The next download or upload can start only then.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from app import store
 from app.core.errors import AppError, ErrorKind, mark_client_text, redact_paths
@@ -29,7 +29,7 @@ from app.core.models import (
 from app.core.ports import BlobWriter
 from app.core.thread_pools import CancelToken, WorkCancelled
 from app.engine.model_info import check_config, complete_config
-from app.serving.registry import ModelRegistry
+from app.serving.registry import ModelRegistry, RegisteredModel
 from app.store.hub.progress import FileProgress
 from app.store.library_names import resolve_hub_name
 from app.store.model_names import HubName, OllamaName, parse_hub_name, parse_ollama_name
@@ -100,12 +100,12 @@ class InstalledModels:
     async def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
         self._check_serves_installed()
         yield LibraryStep(status="pulling manifest")
-        if parse_hub_name(name) is None:
+        await self._registry.discover(name)
+        entry = self._registry.find_own(name)
+        if entry is not None and (parse_hub_name(name) is None or _is_in_ollama_store(entry)):
             # a model of Ollama's store is used as it is
-            await self._registry.discover(name)
-            if self._registry.find_own(name) is not None:
-                yield LibraryStep(status="success")
-                return
+            yield LibraryStep(status="success")
+            return
         async for step in self._download_steps(_resolve_hub_name(name)):
             yield step
         yield LibraryStep(status="writing manifest")
@@ -256,6 +256,11 @@ class _UploadOnThread:
         await asyncio.shield(self._step)
 
 
+def _is_in_ollama_store(entry: RegisteredModel) -> bool:
+    name = parse_ollama_name(entry.served.source)
+    return name is not None and entry.files.path == manifest.get_manifest_path(name)
+
+
 def _layer_step(sha256: str, total: int, completed: int) -> LibraryStep:
     return LibraryStep(
         layer=LayerProgress(digest=f"sha256:{sha256}", total=total, completed=completed)
@@ -300,12 +305,17 @@ def _build_preview(
 def _download(name: HubName, progress: FileProgress) -> None:
     """Downloads a model. Runs on a thread."""
     from app.store.hub.download import download
+    from app.store.hub.weight_headers import read_gguf_config
 
-    download(_plan_download(name), listener=progress)
+    plan = _plan_download(name)
+    if plan.is_gguf:
+        _check_config(name, read_gguf_config(plan))
+    download(plan, listener=progress)
 
 
 def _plan_download(name: HubName) -> "DownloadPlan":
-    """Plans the download of a model that can be served."""
+    """Plans the download of a model. Raises AppError(INVALID) for a config that is not supported,
+    which is not known yet for a GGUF file."""
     from app.store.hub.download_plan import plan_download
 
     try:
@@ -315,14 +325,16 @@ def _plan_download(name: HubName) -> "DownloadPlan":
             raise
         message = f"{_MISSING_MODEL}: {error.marked_message}"
         raise AppError(error.kind, message) from error
-    if plan.is_gguf:
-        message = f"{name} is a GGUF file: download it with `mlxrunner pull {name}`"
-        raise AppError(ErrorKind.INVALID, message)
+    if not plan.is_gguf:
+        _check_config(name, plan.config)
+    return plan
+
+
+def _check_config(name: HubName, config: Mapping[str, Any]) -> None:
     try:
-        check_config(str(name), plan.config)
+        check_config(str(name), config)
     except AppError as error:
         raise AppError(ErrorKind.INVALID, error.marked_message) from error
-    return plan
 
 
 def _create(

@@ -23,7 +23,7 @@ from app.core.settings import ModelSettings, Settings
 from app.core.units import pluralize
 from app.engine.model_info import complete_config
 from app.store.library_names import find_equivalent
-from app.store.model_names import parse_ollama_name
+from app.store.model_names import USUAL_QUANTIZATION, parse_hub_name, parse_ollama_name
 
 log = logging.getLogger(__name__)
 
@@ -120,11 +120,26 @@ class ModelRegistry:
 
     def find(self, name: str) -> RegisteredModel | None:
         """Finds a model by the name used by clients, which may be the name of Ollama's library for
-        the MLX version of a model."""
+        the MLX version of a model, or that of a repository whose GGUF files are installed."""
         entry = self.find_own(name)
         if entry is None and (equivalent := find_equivalent(name)) is not None:
             entry = self.find_own(str(equivalent))
-        return entry
+        return entry or self._find_quantization(name.removesuffix(":latest"))
+
+    def _find_quantization(self, name: str) -> RegisteredModel | None:
+        """Finds the usual or the only GGUF file of a repository."""
+        hub_name = parse_hub_name(name)
+        if hub_name is None or hub_name.quantization is not None:
+            return None
+        found = [
+            entry
+            for key, entry in self._installed.items()
+            if (own := parse_hub_name(key)) is not None
+            and own.quantization is not None
+            and replace(own, quantization=None) == hub_name
+        ]
+        usual = replace(hub_name, quantization=USUAL_QUANTIZATION)
+        return found[0] if len(found) == 1 else self._installed.get(str(usual))
 
     def find_own(self, name: str) -> RegisteredModel | None:
         """Finds a model by its own name. Ollama's clients may append the default tag ":latest"."""

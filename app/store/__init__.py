@@ -6,7 +6,8 @@ Knows: the order of the sources. Must not know: the contents of a model.
     builtin                 the model that ships with the project
     a folder                in the layout of the Hugging Face hub; anything that looks like a path
     a GGUF file             or a folder with one model in GGUF
-    org/name[@revision]     the Hugging Face cache, then LM Studio's folder
+    org/name[@revision]     the Hugging Face cache, then LM Studio's folder; with :Q4_K_M for one
+                            GGUF file
     [[host/]ns/]name[:tag]  Ollama's store
     name[:tag]              the same model of Ollama's library in the Hugging Face cache
     name of a GGUF file     the folders of LM Studio and llama.cpp
@@ -159,15 +160,18 @@ def _make_reader(
 
 
 def _find_in_folder(name: ModelName) -> ModelFiles | None:
-    """Reads a folder or a GGUF file. The model has the name of the folder or file, without links,
-    or of the repository of which it is a snapshot."""
+    """Reads a folder or a GGUF file. The model has the name of the folder or file, without links
+    other than those to blobs, or of the repository of which it is a snapshot."""
     folder = _select_folder(name)
     if folder is None:
         return None
     if not folder.is_dir():
         # the link of a file in the Hugging Face cache has the projector beside it, not the file
         projectors = find_projectors(folder)
-        return _read_gguf(folder.resolve(), gguf_model.get_name(folder.resolve()), projectors)
+        path = folder.resolve()
+        if folder.suffix == ".gguf" != path.suffix:  # a link to a blob, whose name is a digest
+            path = folder.absolute()
+        return _read_gguf(path, gguf_model.get_name(path), projectors)
     found = gguf_model.find_in_folder(folder)
     if found is not None:
         return _read_gguf(found, _name_folder(folder.resolve()), find_projectors(found))
@@ -256,8 +260,23 @@ def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
 
 
 def _find_in_lm_studio(name: HubName | None) -> ModelFiles | None:
-    folder = None if name is None else lm_studio.find_folder(name)
-    return None if folder is None else hf_folder.read(folder, name=str(name))
+    if name is None:
+        return None
+    if (folder := lm_studio.find_folder(name)) is not None:
+        return hf_folder.read(folder, name=str(name))
+    if name.revision is not None or name.subfolder is not None:
+        return None
+    from app.store.hub.required_files import select_gguf
+
+    for models in lm_studio.list_model_folders():
+        files = [path.name for path in (models / name.repo_id).glob("*.gguf") if path.is_file()]
+        try:
+            found = select_gguf(str(name), files, name.quantization)
+        except AppError:  # it has other quantizations
+            continue
+        path = models / name.repo_id / found[0]
+        return _read_gguf(path, str(name), find_projectors(path))
+    return None
 
 
 def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:

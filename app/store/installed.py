@@ -48,8 +48,8 @@ def find_removable(text: str) -> RemovableModel:
     from app.store.hub import cache
 
     if name.hub is not None and (folder := cache.repo_folder(name.hub.repo_id)).is_dir():
-        if name.hub.revision is not None or name.hub.quantization is not None:
-            message = f"{text} is one revision or file: delete {name.hub.repo_id}, with all of them"
+        if name.hub.revision is not None:
+            message = f"{text} is one revision: delete {name.hub.repo_id}, with all of them"
             raise AppError(ErrorKind.INVALID, message)
         return RemovableModel(name=name.hub, path=folder)
     if name.ollama is not None:

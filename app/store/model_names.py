@@ -26,6 +26,8 @@ _REPOSITORY_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
 _QUANTIZATION_PATTERN = re.compile(
     r"(.+):((?:UD-)?(?:I?Q\d[A-Z0-9_]{0,16}|BF16|F16|F32|MXFP4(?:_MOE)?))", re.IGNORECASE
 )
+# the file of a repository in GGUF that a name without a label selects
+USUAL_QUANTIZATION = "Q4_K_M"
 _HUB_HOSTS = ("hf.co/", "huggingface.co/")
 # a folder whose name is the format of the weights in it, such as 4bit, mxfp4 or bf16
 _FORMAT_PATTERN = re.compile(r"(mx|nv)?fp[48]|[bf](p|f)?(16|32)|fp(16|32)|\d{1,2}[-_]?bits?|q\d\w*")
@@ -113,7 +115,7 @@ def parse_hub_name(text: str) -> HubName | None:
         text = text.removeprefix(host)
     quantization = None
     if match := _QUANTIZATION_PATTERN.fullmatch(text):
-        text, quantization = match.groups()
+        text, quantization = match[1], match[2].upper()
     repo, at, revision = text.partition("@")
     organization, slash, name = repo.partition("/")
     name, inside, subfolder = name.partition("/")

@@ -27,7 +27,7 @@ _ROPE_FREQS, _ROPE_LONG = "rope_freqs.weight", "rope_factors_long.weight"
 # with this divisor of its frequency, a dimension is not rotated in any context
 _NOT_ROTATED = 1e29
 
-_CONFIG_TENSORS = (_ROPE_FREQS, _ROPE_LONG, "rope_factors_short.weight")
+CONFIG_TENSORS = (_ROPE_FREQS, _ROPE_LONG, "rope_factors_short.weight")
 
 _NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
@@ -275,7 +275,7 @@ def rename_tensors(file: GGUFFile) -> dict[str, str]:
     unknown: list[str] = []
     for name in file.tensors:
         block = _BLOCK.fullmatch(name)
-        if name in _CONFIG_TENSORS or (block is not None and int(block[1]) >= layers):
+        if name in CONFIG_TENSORS or (block is not None and int(block[1]) >= layers):
             continue
         target = rename_tensor(name, architecture)
         if target is None:

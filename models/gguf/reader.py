@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,12 +115,14 @@ Value = int | float | bool | str | Array
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTensor:
     """A tensor. shape: from the slowest dimension to the fastest, as in MLX; the file has the
-    reverse order. offset: its position in the file in bytes."""
+    reverse order. offset: its position in the file in bytes. file_version: of the file at `path`
+    when its header was read, see `get_version`."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLType
     path: Path
+    file_version: str
     offset: int
     nbytes: int
 
@@ -152,6 +154,12 @@ class GGUFFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+def get_version(status: os.stat_result) -> str:
+    """Returns a text that changes whenever a file is replaced or written: its size and its
+    modification time."""
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 def has_magic(path: Path) -> bool:
     """Returns whether a regular file begins as a GGUF file, whatever its name. Raises OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
@@ -163,9 +171,22 @@ def has_magic(path: Path) -> bool:
 def read(path: Path) -> GGUFFile:
     """Reads the header of a model. path: the file, or any file of a model that is split into
     several. Raises GGUFError for an invalid or unsupported file, or one that cannot be read."""
+    return _combine([_read_file(one) for one in _list_shards(path)])
+
+
+def read_versions(path: Path) -> tuple[str, ...]:
+    """Returns the versions of all files of a model, see `get_version`. Raises GGUFError for a file
+    that is missing or cannot be read."""
+    try:
+        return tuple(get_version(os.stat(one)) for one in _list_shards(path))
+    except OSError as error:
+        raise GGUFError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _list_shards(path: Path) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or (count := int(match[3])) <= 1:
-        return _combine([_read_file(path)])
+        return [path]
     if count > _MAX_SHARDS:
         raise _error(path, f"its name gives {count} files, more than {_MAX_SHARDS}")
     names = [f"{match[1]}-{index:05d}-of-{count:05d}.gguf" for index in range(1, count + 1)]
@@ -175,13 +196,13 @@ def read(path: Path) -> GGUFFile:
             f"{path} is one of {count} files of a model, but {path.parent} has no {missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}: download all of them"
         )
-    return _combine([_read_file(path.parent / name) for name in names])
+    return [path.parent / name for name in names]
 
 
 def read_floats(tensor: GGUFTensor) -> list[float]:
     """Reads a small float32 tensor, such as the factors of rotary frequencies. Raises GGUFError for
     another type or more than 4,096 numbers, and if the file cannot be read."""
-    if tensor.type.name != "F32" or tensor.num_elements > _MAX_FLOATS:
+    if not _is_small(tensor):
         raise _error(
             tensor.path,
             f"the tensor {tensor.name} must consist of at most {_MAX_FLOATS} numbers of type F32",
@@ -197,6 +218,35 @@ def read_floats(tensor: GGUFTensor) -> list[float]:
     return list(struct.unpack(f"<{tensor.num_elements}f", data))
 
 
+def copy_header(
+    read: Callable[[int, int], bytes], size: int, path: Path, *, contents: Collection[str]
+) -> None:
+    """Writes a file with the header of a GGUF file of `size` bytes elsewhere, without the content
+    of its tensors. The new file has the same size, but is sparse. read: returns a number of bytes
+    at an offset, or fewer at the end. contents: tensors whose content is copied, if `read_floats`
+    accepts them. Raises GGUFError, OSError, and the errors of `read`."""
+    done = 0
+
+    def read_next(count: int) -> bytes:
+        nonlocal done
+        data = read(done, count)
+        done += len(data)
+        return data
+
+    header, data = _parse_start(path, size, "", read_next)
+    with path.open("wb") as out:
+        out.write(data)
+        for tensor in header.tensors.values():
+            if tensor.name in contents and _is_small(tensor):
+                out.seek(tensor.offset)
+                out.write(read(tensor.offset, tensor.nbytes))
+        out.truncate(size)
+
+
+def _is_small(tensor: GGUFTensor) -> bool:
+    return tensor.type.name == "F32" and tensor.num_elements <= _MAX_FLOATS
+
+
 def is_later_shard(path: Path) -> bool:
     """Returns whether the name is that of the second or a later file of a split model."""
     match = _SPLIT_NAME.fullmatch(path.name)
@@ -209,7 +259,7 @@ class _Header:
     metadata: Mapping[str, Value]
     tensors: Mapping[str, GGUFTensor]
     digest: str
-    mark: str
+    version: str
 
 
 def _combine(headers: list[_Header]) -> GGUFFile:
@@ -238,7 +288,7 @@ def _combine(headers: list[_Header]) -> GGUFFile:
         metadata=first.metadata,
         tensors=tensors,
         header_digest=_digest(header.digest for header in headers),
-        fingerprint=_digest(f"{header.digest} {header.mark}" for header in headers),
+        fingerprint=_digest(f"{header.digest} {header.version}" for header in headers),
     )
 
 
@@ -251,29 +301,34 @@ def _read_file(path: Path) -> _Header:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block until it has a writer
             raise _error(path, "it is not a regular file")
-        size = status.st_size
         with path.open("rb") as file:
-            data, wanted = b"", _FIRST_READ_BYTES
-            while True:
-                data += file.read(wanted - len(data))
-                try:
-                    return _Parser(path, data, size).parse(f"{size} {status.st_mtime_ns}")
-                except _NeedsMoreError as more:
-                    if len(data) >= size or more.end > size:
-                        raise _error(
-                            path,
-                            f"it is truncated: {more.what} needs {more.end} bytes, but the file "
-                            f"has {size}; download it again",
-                        ) from None
-                    if len(data) < wanted:
-                        raise _error(path, "it became shorter while it was read") from None
-                    if more.end > _MAX_HEADER_BYTES:
-                        raise _error(
-                            path, f"its header has more than {_MAX_HEADER_BYTES} bytes"
-                        ) from None
-                    wanted = min(max(more.end, wanted * _READ_GROWTH), _MAX_HEADER_BYTES)
+            return _parse_start(path, status.st_size, get_version(status), file.read)[0]
     except OSError as error:
         raise GGUFError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _parse_start(
+    path: Path, size: int, version: str, read: Callable[[int], bytes]
+) -> tuple[_Header, bytes]:
+    """Reads as much of a file as its header needs. Returns the header and all bytes that were read.
+    size: of the file."""
+    data, wanted = b"", _FIRST_READ_BYTES
+    while True:
+        data += read(wanted - len(data))
+        try:
+            return _Parser(path, data, size).parse(version), data
+        except _NeedsMoreError as more:
+            if len(data) >= size or more.end > size:
+                raise _error(
+                    path,
+                    f"it is truncated: {more.what} needs {more.end} bytes, but the file has "
+                    f"{size}; download it again",
+                ) from None
+            if len(data) < wanted:
+                raise _error(path, "it became shorter while it was read") from None
+            if more.end > _MAX_HEADER_BYTES:
+                raise _error(path, f"its header has more than {_MAX_HEADER_BYTES} bytes") from None
+            wanted = min(max(more.end, wanted * _READ_GROWTH), _MAX_HEADER_BYTES)
 
 
 class _NeedsMoreError(Exception):
@@ -294,7 +349,7 @@ class _Parser:
         self._offset = 0
         self._strings = 0
 
-    def parse(self, mark: str) -> _Header:
+    def parse(self, version: str) -> _Header:
         self._check_magic()
         num_tensors, num_keys = self._unpack("Q", "its counts"), self._unpack("Q", "its counts")
         if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
@@ -318,12 +373,12 @@ class _Parser:
         alignment = self._get_alignment(metadata)
         start = -(-self._offset // alignment) * alignment
         tensors = {
-            name: self._place_tensor(name, shape, number, start + offset, alignment)
+            name: self._place_tensor(name, shape, number, start + offset, alignment, version)
             for name, (shape, number, offset) in infos.items()
         }
         self._check_no_overlap(tensors.values())
         return _Header(
-            path=self._path, metadata=metadata, tensors=tensors, digest=digest, mark=mark
+            path=self._path, metadata=metadata, tensors=tensors, digest=digest, version=version
         )
 
     def _check_magic(self) -> None:
@@ -404,7 +459,13 @@ class _Parser:
         return shape, self._unpack("I", what), self._unpack("Q", what)
 
     def _place_tensor(
-        self, name: str, shape: tuple[int, ...], number: int, offset: int, alignment: int
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        number: int,
+        offset: int,
+        alignment: int,
+        version: str,
     ) -> GGUFTensor:
         kind = GGML_TYPES.get(number)
         if kind is None:
@@ -432,7 +493,13 @@ class _Parser:
                 f"has {self._size} bytes; download it again"
             )
         return GGUFTensor(
-            name=name, shape=shape, type=kind, path=self._path, offset=offset, nbytes=nbytes
+            name=name,
+            shape=shape,
+            type=kind,
+            path=self._path,
+            file_version=version,
+            offset=offset,
+            nbytes=nbytes,
         )
 
     def _check_no_overlap(self, tensors: Iterable[GGUFTensor]) -> None:

@@ -26,7 +26,7 @@ from models.gguf.blocks import dequantize, repack_affine
 from models.gguf.ggml_types import GGMLType
 from models.gguf.layers import StoredBlocks, choose_storage
 from models.gguf.metadata import Metadata
-from models.gguf.reader import GGUFFile, GGUFTensor
+from models.gguf.reader import GGUFFile, GGUFTensor, get_version
 
 _PLAIN_DTYPES: Mapping[str, mx.Dtype] = {
     "F32": mx.float32,
@@ -42,11 +42,10 @@ Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnreadTensor:
-    """bytes: the array, uint8, whose content is at `offset` of the file."""
+    """bytes: the array, uint8, for the content of the tensor."""
 
     bytes: mx.array
-    path: Path
-    offset: int
+    tensor: GGUFTensor
 
 
 class UnreadTensors:
@@ -62,36 +61,48 @@ class UnreadTensors:
         *outer, width = tensor.shape
         row = width // tensor.type.elements * tensor.type.nbytes
         array = mx.zeros((*outer, row), mx.uint8)
-        self._tensors.append(_UnreadTensor(bytes=array, path=tensor.path, offset=tensor.offset))
+        self._tensors.append(_UnreadTensor(bytes=array, tensor=tensor))
         return array
 
     def read(self) -> None:
         """Reads the content of all arrays, once. It must be called before anything that depends on
-        them is evaluated. Afterwards, this object holds no array. Raises OSError, and EOFError if a
-        file is too short."""
+        them is evaluated. Afterwards, this object holds no array. Raises OSError, and
+        ModelError if a file changed after its header was read."""
         unread, self._tensors = self._tensors[::-1], []
         opened: dict[Path, int] = {}
+        versions: dict[Path, str] = {}
         try:
             while unread:
-                tensor = unread.pop()
-                if tensor.path not in opened:
-                    opened[tensor.path] = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
-                _fill(tensor.bytes, opened[tensor.path], tensor.offset, tensor.path)
+                one = unread.pop()
+                path = one.tensor.path
+                if path not in opened:
+                    opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    versions[path] = one.tensor.file_version
+                _fill(one.bytes, opened[path], one.tensor)
+            # a change that ended before the check was made may have been read
+            for path, file in opened.items():
+                if get_version(os.fstat(file)) != versions[path]:
+                    raise _change_error(path)
         finally:
             for file in opened.values():
                 os.close(file)
 
 
-def _fill(array: mx.array, file: int, offset: int, path: Path) -> None:
+def _fill(array: mx.array, file: int, tensor: GGUFTensor) -> None:
     mx.eval(array)
     target: Any = array  # MLX's stubs lack the buffer protocol
     with memoryview(target) as view, view.cast("B") as content:
         done = 0
         while done < len(content):
-            count = os.preadv(file, [content[done : done + _READ_BYTES]], offset + done)
+            part = content[done : done + _READ_BYTES]
+            count = os.preadv(file, [part], tensor.offset + done)
             if not count:
-                raise EOFError(f"{path} became shorter while it was read")
+                raise _change_error(tensor.path)
             done += count
+
+
+def _change_error(path: Path) -> ModelError:
+    return ModelError(f"{path} was changed while the model was loaded: load it again")
 
 
 def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:

@@ -75,7 +75,7 @@ def test_an_incomplete_download_can_be_deleted(
         ("{folder}/packed", "is a folder and not in a store: delete the folder itself"),
         (
             "org/tiny@main",
-            "org/tiny@main is one revision or file: delete org/tiny, with all of them",
+            "org/tiny@main is one revision: delete org/tiny, with all of them",
         ),
         ("org/other", "model org/other is not installed: run `mlxrunner list`"),
     ],

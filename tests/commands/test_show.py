@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import mlx.core as mx
 import pytest
 
@@ -14,6 +15,7 @@ from app.core.settings import ModelSettings, Settings
 from models import kernels
 from tests import tiny, tiny_vision
 from tests.models.published_weights import write_fp8
+from tests.store.gguf.files import write_tiny
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore, packed_folder
 
 needs_kernels = pytest.mark.skipif(
@@ -145,6 +147,36 @@ def test_converted_weights_are_shown_with_their_memory(
     report = json.loads(capsys.readouterr().out)
     assert report["converted"] == "14 weights from fp8 to bfloat16"
     assert report["file_bytes"] < report["bytes"]
+
+
+def test_the_types_of_a_gguf_file_are_shown_for_each_group_of_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose_type(name: str) -> gguf.GGMLQuantizationType | None:
+        types = gguf.GGMLQuantizationType
+        return {"token_embd.weight": types.Q8_0, "output.weight": None}.get(
+            name, types.Q5_0 if "blk.0.ffn_down" in name else types.Q4_0
+        )
+
+    path = write_tiny(
+        tmp_path / "m.gguf", hidden_size=64, intermediate_size=64, quantize=choose_type
+    )
+    settings = Settings(models=(ModelSettings(name=str(path)),))
+    show(settings, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "  norms         F32",
+        "  embeddings    Q8_0",
+        "  output        F32",
+        "  feed forward  83.3 % Q4_0, 16.7 % Q5_0",
+        "  attention     Q4_0",
+    ):
+        assert line in lines
+    show(settings, as_json=True)
+    types = json.loads(capsys.readouterr().out)["types"]
+    assert types["feed forward"] == {"Q4_0": 5 * 64 * 64, "Q5_0": 64 * 64}
+    show(Settings(models=(ModelSettings(name="builtin"),)), as_json=True)
+    assert json.loads(capsys.readouterr().out)["types"] is None
 
 
 @needs_kernels

@@ -30,8 +30,11 @@ from app.serving.registry import ModelRegistry, build_entry
 from app.store import digests
 from app.store.ollama import uploads, writer
 from tests import tiny
+from tests.models.gguf.raw_file import gguf as raw_gguf
+from tests.models.gguf.raw_file import text_entry
 from tests.store.asking import NAME
 from tests.store.conftest import commit, hub, nowhere_else, remote  # noqa: F401  # fixtures
+from tests.store.gguf.files import write_tiny as write_gguf
 from tests.store.stand_in import StandIn
 from tests.waiting import wait_until_async
 
@@ -195,6 +198,50 @@ def test_a_preview_of_a_model_that_cannot_be_served_is_an_error(use, hub: StandI
         assert "mlxrunner-preview" not in caught.value.message
         with pytest.raises(AppError, match="has no known equivalent"):
             await InstalledModels(registry, estimate).preview("nothing")
+
+    use(body)
+
+
+def test_a_preview_of_a_gguf_file_estimates_its_memory(use, hub: StandIn, tmp_path: Path):  # noqa: F811
+    path = write_gguf(tmp_path / "remote/Wide-F32.gguf", intermediate_size=1 << 15)
+    hub.add("org/Wide-GGUF", path.parent)
+    settings = Settings(installed=True)
+
+    async def estimate(files: ModelFiles) -> MemoryRequirement:
+        return await asyncio.to_thread(fit.estimate_memory, files, settings)
+
+    async def body(_: InstalledModels, registry: ModelRegistry) -> DownloadPreview:
+        return await InstalledModels(registry, estimate).preview("hf.co/org/Wide-GGUF:F32")
+
+    preview = use(body)
+    expected = fit.estimate_memory(complete_config(store.find(str(path))), settings)
+    assert preview.memory_needed == expected.min_bytes
+    assert preview.missing == preview.size == path.stat().st_size
+    assert (preview.name, preview.context_length) == ("org/Wide-GGUF:F32", 4096)
+    assert max(request.end or preview.size for request in hub.downloads(".gguf")) < 5 << 20
+
+
+def test_a_gguf_file_that_cannot_be_served_is_invalid(use, hub: StandIn, tmp_path: Path):  # noqa: F811
+    path = tmp_path / "remote/Odd-Q8_0.gguf"
+    path.parent.mkdir()
+    path.write_bytes(raw_gguf([text_entry("general.architecture", "plamo3")], data=bytes(2000)))
+    hub.add("org/Odd-GGUF", path.parent)
+
+    async def estimate(files: ModelFiles) -> MemoryRequirement:
+        raise AssertionError("the header is checked first")
+
+    async def body(library: InstalledModels, registry: ModelRegistry) -> None:
+        previewer = InstalledModels(registry, estimate)
+        for call in (
+            lambda: collect(library.pull("org/Odd-GGUF")),
+            lambda: previewer.preview("org/Odd-GGUF"),
+        ):
+            with pytest.raises(
+                AppError, match=r"org/Odd-GGUF/Odd-Q8_0\.gguf: .*'plamo3'"
+            ) as caught:
+                await call()
+            assert caught.value.kind is ErrorKind.INVALID
+            assert caught.value.message.endswith("nothing was downloaded")
 
     use(body)
 

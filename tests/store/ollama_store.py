@@ -16,6 +16,8 @@ MEDIA = "application/vnd.ollama.image."
 # wide enough for groups of 64
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 
+_CONFIG = {"model_format": "safetensors", "model_family": "llama"}
+
 GO_TEMPLATE = "{{ range .Messages }}{{ .Role }}: {{ .Content }}\n{{ end }}"
 
 
@@ -49,12 +51,17 @@ class OllamaStore:
         file.unlink()
         return layer
 
-    def write(self, name: str, layers: list[dict[str, Any]]) -> Path:
-        config = self.json("", {"model_format": "safetensors", "model_family": "llama"})
+    def write(
+        self,
+        name: str,
+        layers: list[dict[str, Any]],
+        config: Mapping[str, Any] = _CONFIG,
+    ) -> Path:
+        blob = self.json("", config)
         manifest = {
             "schemaVersion": 2,
             "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
-            "config": {**config, "mediaType": "application/vnd.docker.container.image.v1+json"},
+            "config": {**blob, "mediaType": "application/vnd.docker.container.image.v1+json"},
             "layers": layers,
         }
         path = self.path(name)

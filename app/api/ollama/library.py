@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from app.api.fields import as_array, invalid_request, quote_value
 from app.api.generate_endpoint import GenerateResponder
 from app.api.ollama.body import LineResponse, OllamaBodies
-from app.api.ollama.names import find_model, get_name, strip_prefix
+from app.api.ollama.names import DEFAULT_TAG, find_model, get_name, strip_prefix
 from app.api.ollama.options import MAX_STOP_STRINGS
 from app.api.openai.sampling import to_tuple
 from app.api.schema.decode import decode_object
@@ -107,14 +107,17 @@ class LibraryEndpoints:
         return Response(status_code=201)
 
     async def _resolve_spelling(self, name: str) -> str:
-        """Returns the name of the served model that this name refers to. If there is none, returns
-        the name without its default tag, because repositories on the hub have no tags."""
+        """Returns the name of the served model that this name refers to. If there is none, or if it
+        is one of several GGUF files of that repository, returns the name without its default tag,
+        because repositories on the hub have no tags."""
+        plain = name.removesuffix(DEFAULT_TAG)
         try:
-            return (await find_model(self._models, name)).card.id
+            found = (await find_model(self._models, name)).card.id
         except AppError as error:
             if error.kind is not ErrorKind.MODEL_NOT_FOUND:
                 raise
-            return name.removesuffix(":latest")
+            return plain
+        return plain if found.startswith(f"{plain}:") else found
 
     async def _build_recipe(self, body: OllamaCreateBody) -> ModelRecipe:
         name = get_name(model=body.model, name=body.name)

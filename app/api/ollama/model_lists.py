@@ -41,7 +41,7 @@ def render_details(details: ModelDetails) -> JsonObject:
     size = details.config.get("hidden_size")
     return {
         "parent_model": details.parent,
-        "format": "safetensors",
+        "format": details.format,
         "family": details.architecture,
         "families": [details.architecture],
         "parameter_size": format_count(details.parameters),

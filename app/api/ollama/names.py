@@ -68,8 +68,11 @@ def strip_prefix(name: str) -> str:
 
 
 def _iter_spellings(name: str, models: Models) -> Iterator[str]:
-    """Yields the name, then the names of models that differ from it only in spelling."""
+    """Yields the name, also without the host of a registry, then the names of models that differ
+    from it only in spelling."""
     yield name
+    if (stripped := strip_prefix(name)) != name:
+        yield stripped
     normalized = normalize(name)
     for card in models.list_models():
         if card.id != name and normalize(card.id) == normalized:

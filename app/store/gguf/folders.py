@@ -5,9 +5,11 @@ Knows: the location and the layout of these folders. Must not know: the contents
     ~/.lmstudio/models/<org>/<repository>/<file>.gguf     or elsewhere, see app.store.lm_studio
     $LLAMA_CACHE/<org>_<repository>_<file>.gguf           llama.cpp's downloads (-hf)
 
-A model has the name of its file. If several files have a name, the first one is used.
+A model has the name of its file. If several files have a name, the first one is used. In LM
+Studio's folder, a model can also be named as on the hub: `org/repository:Q4_K_M`.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -44,9 +46,7 @@ def list_files() -> Iterator[GGUFFileEntry]:
     """Yields the models in the folders. Folders that do not exist or cannot be read are empty."""
     seen: set[str] = set()
     for source, folder, pattern in _list_folders():
-        for number, path in enumerate(folder.glob(pattern)):
-            if number == _MAX_FILES:
-                break
+        for path in sorted(itertools.islice(folder.glob(pattern), _MAX_FILES)):
             name = model.get_name(path)
             if name not in seen and model.is_model_file(path):
                 seen.add(name)

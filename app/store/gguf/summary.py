@@ -3,6 +3,7 @@
 Knows: the header of a file, the labels of its quantization. Must not know: architectures.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,22 @@ _FILE_TYPES: Mapping[int, str] = {
 }
 
 
+# groups of tensors: the first one whose pattern matches the name
+_GROUPS = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("norms", r"norm\."),
+        ("embeddings", r"^(token|position|per_layer_token)_embd\."),
+        ("output", r"^output\."),
+        ("experts", r"\.ffn_\w+_exps\."),
+        ("feed forward", r"\.ffn_"),
+        ("attention", r"\.attn_"),
+        ("recurrent", r"\.(ssm_|shortconv)"),
+        ("others", ""),
+    )
+)
+
+
 def list_tensors(path: Path) -> Iterator[TensorDetails]:
     """Yields the tensors. Raises AppError(MODEL_FILES)."""
     for tensor in _read(path).tensors.values():
@@ -53,6 +70,16 @@ def count_parameters(path: Path) -> tuple[int, str]:
         counts[tensor.type.name] += tensor.num_elements
     label = _FILE_TYPES.get(_get_file_type(file))
     return counts.total(), label or next((name for name, _ in counts.most_common(1)), "")
+
+
+def count_types(path: Path) -> Mapping[str, Mapping[str, int]]:
+    """Returns the number of parameters of each type, most common first, in each group of tensors.
+    Raises AppError(MODEL_FILES)."""
+    groups: dict[str, Counter[str]] = {name: Counter() for name, _ in _GROUPS}
+    for tensor in _read(path).tensors.values():
+        group = next(name for name, pattern in _GROUPS if pattern.search(tensor.name))
+        groups[group][tensor.type.name] += tensor.num_elements
+    return {name: dict(counts.most_common()) for name, counts in groups.items() if counts}
 
 
 def _get_file_type(file: GGUFFile) -> int:

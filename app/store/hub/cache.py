@@ -22,7 +22,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.store import hf_folder
 from app.store.gguf import model as gguf_model
-from app.store.gguf.projector import choose_projectors
+from app.store.gguf.projector import choose_projectors, is_projector
 from app.store.hub import required_files
 from app.store.model_names import (
     HubName,
@@ -33,6 +33,8 @@ from app.store.model_names import (
 )
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
+
+_WEIGHTS = (".gguf", ".safetensors")
 
 # the number of displayed digits of a commit
 _SHORT_COMMIT_LENGTH = 12
@@ -285,15 +287,33 @@ def _incomplete_error(name: HubName, *missing: str) -> ModelNotFoundError:
 
 
 def delete_repository(name: HubName) -> None:
-    """Deletes all revisions of a repository. The repository disappears atomically, before its files
-    are deleted. Raises AppError(INVALID) for one revision of several, and FileNotFoundError."""
+    """Deletes all revisions of a repository, or of one of its quantizations. A repository
+    disappears atomically, before its files are deleted. Raises AppError(INVALID) for one revision
+    of several, and FileNotFoundError."""
     if name.revision is not None:
         message = f"{name} is one revision: delete {name.repo_id}, with all of its revisions"
         raise AppError(ErrorKind.INVALID, message)
     folder = repo_folder(name.repo_id)
     if folder.is_symlink() or not folder.is_dir():
         raise FileNotFoundError(str(folder))
+    if name.quantization is not None and not _delete_quantization(folder, name.quantization):
+        return
     doomed = cache_folder() / f".mlxrunner-deleted-{folder.name}"
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def _delete_quantization(folder: Path, quantization: str) -> bool:
+    """Deletes the GGUF files of one quantization. Returns whether the repository has no other
+    model. Raises FileNotFoundError if it has no such files."""
+    paths = [path for path in (folder / "snapshots").rglob("*") if path.suffix in _WEIGHTS]
+    doomed = {path for path in paths if required_files.get_quantization(path.name) == quantization}
+    if not doomed:
+        raise FileNotFoundError(str(folder))
+    kept = {path.resolve(): path for path in paths if path not in doomed}
+    blobs = folder.resolve() / "blobs"
+    unused = [blob for path in doomed if (blob := path.resolve()).parent == blobs]
+    for path in (*doomed, *(blob for blob in unused if blob not in kept)):
+        path.unlink(missing_ok=True)
+    return all(is_projector(path.name) for path in kept.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from app.core.errors import AppError, ErrorKind
 from app.store.gguf.projector import choose_projectors, is_projector
-from app.store.model_names import is_format_folder
+from app.store.model_names import USUAL_QUANTIZATION, is_format_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -90,7 +90,7 @@ def select_gguf(repo: str, paths: Iterable[str], quantization: str | None) -> li
         label = get_quantization(path)
         if label is not None:
             by_label.setdefault(label, []).append(path)
-    wanted = (quantization or "Q4_K_M").upper()
+    wanted = quantization or USUAL_QUANTIZATION
     if quantization is None and len(by_label) == 1:
         [wanted] = by_label
     found = by_label.get(wanted, [])

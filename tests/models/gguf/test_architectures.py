@@ -1,6 +1,7 @@
 """Models in GGUF compute what the same weights compute in the layout of the hub."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from models import architectures, kernels
+from models.base import ModelError
 from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout
 from models.gguf import reader
@@ -327,12 +329,21 @@ def test_the_config_is_that_of_the_hub(tmp_path):
     assert found["rope_theta"] == 500000.0
 
 
-def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
+@pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced"])
+def test_a_file_that_changes_before_its_weights_are_read_is_an_error(tmp_path, change: str):
     case = next(case for case in CASES if case.id == "llama-plain")
     path, _ = write_model(case, tmp_path)
     _, unread = open_weights(reader.read(path))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(EOFError, match="became shorter"):
+    content = path.read_bytes()
+    if change == "truncated":
+        os.truncate(path, len(content) - 100)
+    elif change == "rewritten":
+        path.write_bytes(content[:-100] + bytes(100))
+    else:  # as by a download
+        (tmp_path / "new").write_bytes(content)
+        (tmp_path / "new").replace(path)
+    os.utime(path, ns=(1, 1))  # two changes may have the same time
+    with pytest.raises(ModelError, match=r"\.gguf was changed while the model was loaded: load it"):
         unread.read()
 
 

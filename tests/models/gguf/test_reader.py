@@ -198,6 +198,43 @@ def test_a_header_longer_than_the_first_read_is_read(write):
     assert value.strings()[-1] == b"word" * 100
 
 
+def test_a_header_is_copied_with_the_content_of_named_small_tensors(write, tmp_path):
+    big = 1 << 24
+    tensors = [tensor("big", (big,), F32, 0), tensor("small", (2,), F32, 4 * big)]
+    head = gguf([text_entry("a", "b")], [*tensors, tensor("other", (2,), F32, 4 * big + 32)])
+    content = head + bytes(4 * big) + b"12345678" + bytes(24) + b"87654321"
+    original = reader.read(write(content))
+    read: list[tuple[int, int]] = []
+
+    def fetch(offset: int, count: int) -> bytes:
+        read.append((offset, count))
+        return content[offset : offset + count]
+
+    path = tmp_path / "copy.gguf"
+    reader.copy_header(fetch, len(content), path, contents=("small", "big", "none"))
+
+    assert sum(count for _, count in read) < 5 << 20
+    copy = reader.read(path)
+    assert path.stat().st_size == len(content)
+    assert path.stat().st_blocks * 512 < 6 << 20
+    assert (copy.metadata, copy.header_digest) == (original.metadata, original.header_digest)
+    with path.open("rb") as file:
+        for name, expected in (("small", b"12345678"), ("other", bytes(8))):
+            file.seek(copy.tensors[name].offset)
+            assert file.read(8) == expected
+
+
+def test_a_header_that_cannot_be_copied_is_an_error(tmp_path):
+    for content, reason in ((b"PK", "begins with"), (gguf(num_keys=1)[:24], "truncated")):
+        with pytest.raises(GGUFError, match=reason):
+            reader.copy_header(
+                lambda offset, count, whole=content: whole[offset : offset + count],
+                len(content),
+                tmp_path / "copy.gguf",
+                contents=(),
+            )
+
+
 def test_a_missing_file_and_a_folder_are_errors(tmp_path):
     with pytest.raises(GGUFError, match="cannot be read"):
         reader.read(tmp_path / "none.gguf")

@@ -11,6 +11,7 @@ from app.store.model_names import ModelNotFoundError
 from tests import tiny
 from tests.models.gguf.raw_file import gguf, text_entry
 from tests.store.gguf.files import write_tiny
+from tests.store.gguf.test_model import split_file
 
 
 @pytest.fixture
@@ -38,6 +39,60 @@ def test_files_of_other_programs_are_listed_and_found_by_name(home: Path) -> Non
     assert store.resolve("tiny-Q8_0").name == "tiny-Q8_0"
     with pytest.raises(ModelNotFoundError):
         store.resolve("mmproj-tiny")
+
+
+def test_a_model_of_lm_studio_is_also_named_as_on_the_hub(home: Path) -> None:
+    studio = home / ".lmstudio/models/org/tiny-GGUF"
+    for label in ("Q8_0", "Q4_0"):
+        write_tiny(studio / f"tiny-{label}.gguf")
+    files = store.resolve("org/tiny-GGUF:q8_0")
+    assert (files.name, files.path) == ("org/tiny-GGUF:Q8_0", studio / "tiny-Q8_0.gguf")
+    for name in ("org/tiny-GGUF", "org/tiny-GGUF:Q2_K", "org/tiny-GGUF@main:Q8_0", "org/other"):
+        with pytest.raises(ModelNotFoundError):
+            store.find(name)
+    (studio / "tiny-Q4_0.gguf").unlink()
+    assert store.find("hf.co/org/tiny-GGUF").path == studio / "tiny-Q8_0.gguf"
+    (studio / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(AppError, match=r"tiny-Q8_0\.gguf is not a usable GGUF file"):
+        store.find("org/tiny-GGUF")
+
+
+def test_a_split_model_is_listed_once_and_a_projector_is_not_a_model(home: Path) -> None:
+    studio = home / ".lmstudio/models/org/tiny-GGUF"
+    whole = write_tiny(home / "whole.gguf")
+    studio.parent.mkdir(parents=True)
+    parts = split_file(whole, studio)
+    cache = home / "cache/llama.cpp"
+    cache.mkdir(parents=True)
+    for path in parts:
+        (cache / f"org_tiny_{path.name}").write_bytes(path.read_bytes())
+    for name in ("org_tiny_mmproj-model-f16.gguf", "mmproj-tiny-Q8_0.gguf"):
+        (cache / name).write_bytes(b"GGUF")
+    (cache / "manifest=org=tiny=latest.json").write_text("{}")
+    (studio / "downloading_tiny-Q4_K_M.gguf.part").write_bytes(b"GGUF")
+    found = {entry.name: entry for entry in store.list_installed() if entry.path.is_file()}
+    assert {name: entry.path for name, entry in found.items()} == {
+        "Tiny": parts[0],
+        "org_tiny_Tiny": cache / f"org_tiny_{parts[0].name}",
+    }
+    assert all(len(entry.read().shards) == 2 for entry in found.values())
+
+
+def test_a_link_to_a_blob_keeps_its_own_name(home: Path) -> None:
+    """As in the Hugging Face cache."""
+    whole = write_tiny(home / "blobs/whole.gguf")
+    (home / "snapshot").mkdir()
+    for number, path in enumerate(split_file(whole, home / "parts")):
+        blob = home / "blobs" / str(number)
+        path.rename(blob)
+        (home / "snapshot" / path.name).symlink_to(blob)
+        last = home / "snapshot" / path.name
+    files = store.find(str(last))
+    assert (files.name, len(files.shards)) == ("Tiny", 2)
+    (home / "link").symlink_to(whole)
+    assert store.find(str(home / "link")).path == whole
+    (home / "link.gguf").symlink_to(whole)
+    assert store.find(str(home / "link.gguf")).name == "whole"
 
 
 def test_the_folder_of_llama_cpp_can_be_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from app import store
 from app.commands.pull import pull
 from app.core.errors import AppError
+from app.store import installed
+from app.store.hub import cache
+from app.store.hub.download_plan import plan_download
 from app.store.hub.required_files import get_quantization, select_gguf
+from app.store.hub.weight_headers import read_gguf_config
 from app.store.model_names import HubName, ModelNotFoundError, parse_hub_name
+from tests.models.gguf.raw_file import ARRAY, STRING, array, entry, gguf, string, tensor, text_entry
 from tests.store.gguf.files import write_tiny
 from tests.store.gguf.test_model import split_file
 from tests.store.stand_in import StandIn
@@ -102,3 +108,60 @@ def test_the_label_is_read_from_the_name(path: str, label: str | None) -> None:
 def test_two_models_with_one_label_are_ambiguous() -> None:
     with pytest.raises(AppError, match=r"several GGUF files Q8_0: a-Q8_0\.gguf, b-Q8_0\.gguf"):
         select_gguf("org/x", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0")
+
+
+def test_one_of_two_quantizations_is_deleted(remote: Path) -> None:
+    for label in ("Q4_K_M", "Q8_0"):
+        pull(f"{REPO}:{label}", None)
+    blob = store.find(f"{REPO}:Q8_0").path.resolve()
+    with pytest.raises(FileNotFoundError):
+        cache.delete_repository(HubName(repo_id=REPO, quantization="Q2_K"))
+    installed.delete_model(installed.find_removable(f"hf.co/{REPO}:q8_0"))
+    assert not blob.exists()
+    with pytest.raises(ModelNotFoundError):
+        store.find(f"{REPO}:Q8_0")
+    assert store.find(f"{REPO}:Q4_K_M").path.is_file()
+    installed.delete_model(installed.find_removable(f"{REPO}:Q4_K_M"))
+    assert not cache.repo_folder(REPO).exists()
+
+
+def test_the_files_of_another_format_are_kept(remote: Path, tiny_model: Path) -> None:
+    for path in tiny_model.iterdir():
+        (remote / path.name).write_bytes(path.read_bytes())
+    for name in (REPO, f"{REPO}:Q8_0"):
+        pull(name, None)
+    cache.delete_repository(HubName(repo_id=REPO, quantization="Q8_0"))
+    assert store.find(REPO).shards[0].suffix == ".safetensors"
+
+
+def test_a_file_that_cannot_be_served_is_not_downloaded(hub: StandIn, tmp_path: Path) -> None:
+    """Its header is enough to know, which is read in ranges."""
+    words = [string("word" * 100) for _ in range(15_000)]
+    header = [text_entry("general.architecture", "plamo3"), entry("a", ARRAY, array(STRING, words))]
+    content = gguf(header, [tensor("t", (1 << 22,), 0, 0)], bytes(1 << 24))
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "Odd-Q8_0.gguf").write_bytes(content)
+    hub.add(REPO, tmp_path / "remote")
+    with pytest.raises(AppError) as caught:
+        pull(REPO, None)
+    assert caught.value.message.startswith(f"{REPO}/Odd-Q8_0.gguf: ")
+    assert "'plamo3' are not supported" in caught.value.message
+    assert caught.value.message.endswith("; nothing was downloaded")
+    ends = [request.end for request in hub.downloads(".gguf")]
+    assert None not in ends
+    assert max(end for end in ends if end is not None) < len(content) - (1 << 20)
+
+
+def test_factors_of_rotary_frequencies_are_known_before_the_download(
+    hub: StandIn, tmp_path: Path
+) -> None:
+    """They are tensors, but a part of the config."""
+    factors = np.linspace(1, 8, 4, dtype=np.float32)
+    path = write_tiny(
+        tmp_path / "remote/Tiny-F32.gguf",
+        extra=lambda writer: writer.add_tensor("rope_freqs.weight", factors),
+    )
+    hub.add(REPO, path.parent)
+    config = read_gguf_config(plan_download(HubName(repo_id=REPO)))
+    assert config == store.find(str(path)).config
+    assert config["rope_scaling"]["short_factor"] == factors.tolist()

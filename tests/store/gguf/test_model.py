@@ -16,6 +16,7 @@ from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions
 from models import kernels
 from models.cpu_layout import is_batch_invariant
+from models.gguf import reader
 from tests import tiny
 from tests.models.test_llama import logits
 from tests.store.gguf.files import write_tiny
@@ -182,6 +183,29 @@ def test_the_tokenizer_is_written_once(tmp_path: Path) -> None:
     assert first.stat().st_mtime_ns == written
     other = write_tiny(tmp_path / "third.gguf", template=None)
     assert store.resolve(str(other)).tokenizer_path != first
+
+
+def test_a_file_is_parsed_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Path] = []
+
+    def parse(path: Path) -> reader.GGUFFile:
+        parsed.append(path)
+        return read(path)
+
+    read = reader.read
+    monkeypatch.setattr(reader, "read", parse)
+    path = write_tiny(tmp_path / "m.gguf")
+    first = store.find(str(path))
+    assert store.find(str(path)) == first
+    assert parsed == [path]
+    first.tokenizer_path.unlink()
+    assert store.find(str(path)).tokenizer_path.is_file()
+    assert parsed == [path] * 2
+    write_tiny(path, hidden_size=32)
+    assert store.find(str(path)) != first
+    assert parsed == [path] * 3
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, cache: Path) -> None:
