@@ -257,7 +257,7 @@ class _UploadOnThread:
 
 
 def _is_in_ollama_store(entry: RegisteredModel) -> bool:
-    name = parse_ollama_name(entry.served.source)
+    name = parse_ollama_name(entry.served.source or "")
     return name is not None and entry.files.path == manifest.get_manifest_path(name)
 
 

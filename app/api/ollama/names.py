@@ -15,7 +15,7 @@ DEFAULT_TAG = ":latest"
 MAX_NAME_CHARS = 512
 
 # host prefixes that clients may use: Ollama's registry, and Ollama's prefixes for the hub
-_PREFIXES = ("registry.ollama.ai/library/", "registry.ollama.ai/")
+_PREFIXES = ("registry.ollama.ai/library/", "registry.ollama.ai/", "library/")
 HUB_PREFIXES = ("hf.co/", "huggingface.co/")
 
 

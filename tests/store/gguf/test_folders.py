@@ -82,12 +82,12 @@ def test_a_link_to_a_blob_keeps_its_own_name(home: Path) -> None:
     """As in the Hugging Face cache."""
     whole = write_tiny(home / "blobs/whole.gguf")
     (home / "snapshot").mkdir()
-    for number, path in enumerate(split_file(whole, home / "parts")):
+    parts = split_file(whole, home / "parts")
+    for number, path in enumerate(parts):
         blob = home / "blobs" / str(number)
         path.rename(blob)
         (home / "snapshot" / path.name).symlink_to(blob)
-        last = home / "snapshot" / path.name
-    files = store.find(str(last))
+    files = store.find(str(home / "snapshot" / parts[-1].name))
     assert (files.name, len(files.shards)) == ("Tiny", 2)
     (home / "link").symlink_to(whole)
     assert store.find(str(home / "link")).path == whole

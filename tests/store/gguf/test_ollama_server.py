@@ -19,6 +19,7 @@ from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_ser
 from tests.store.gguf.files import write_tiny
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore
 from tests.store.stand_in import StandIn
+from tests.waiting import wait_until
 
 SYSTEM, LICENSE = "You are terse.", "MIT License"
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
@@ -58,12 +59,15 @@ class Machine:
         return reply.json()
 
     def ask(self, model: str, messages: Sequence[Any] = (QUESTION,), **options: Any) -> Any:
-        body = {"model": model, "messages": messages, "stream": False, "options": options}
-        return self.post("/api/chat", **body)
+        return self.post("/api/chat", model=model, messages=messages, stream=False, options=options)
 
     def tags(self) -> dict[str, Any]:
         listed = httpx.get(f"{self.server.url}/api/tags", timeout=TIMEOUT).json()["models"]
         return {entry["name"]: entry for entry in listed}
+
+    def wait_until_listed(self, name: str) -> None:
+        """The server scans its models at most once a second."""
+        wait_until(lambda: f"{name}:latest" in self.tags(), self.server.log_text, limit=TIMEOUT)
 
     def pull(self, model: str) -> list[dict[str, Any]]:
         body = {"model": model}
@@ -118,6 +122,7 @@ def stored(machine: Machine) -> Machine:
     machine.write("hf.co/org/Ours-GGUF:Q8_0")
     broken = ollama.layer("model", machine.plain[:1000])
     ollama.write("broken", [broken], config=CONFIG)
+    machine.wait_until_listed("llama3.2")
     return machine
 
 
@@ -129,7 +134,7 @@ def test_the_models_of_the_store_are_listed_with_their_names(stored: Machine) ->
     assert "broken:latest" not in tags
     details = tags["llama3.2:latest"]["details"]
     assert (details["format"], details["family"]) == ("gguf", "llama")
-    assert (details["quantization_level"], details["parameter_size"]) == ("F32", "13K")
+    assert (details["quantization_level"], details["parameter_size"]) == ("F32", "13.0K")
     assert details["context_length"] == PARAMETERS["num_ctx"]
     assert tags["llama3.2:latest"]["digest"] != tags["me/plain:7b"]["digest"]
 
@@ -154,7 +159,7 @@ def test_a_model_is_shown_with_all_of_its_layers(stored: Machine) -> None:
 
 def test_a_chat_uses_the_system_prompt_the_messages_and_the_parameters(stored: Machine) -> None:
     """It is the chat with another model of the same weights, to which the client sends them."""
-    options = {"temperature": 0, "num_predict": 24}
+    options: dict[str, Any] = {"temperature": 0, "num_predict": 24}
     sent = [{"role": "system", "content": SYSTEM}, *MESSAGES, QUESTION]
     expected = stored.ask("me/plain:7b", sent, **options)
     found = stored.ask("llama3.2")
@@ -206,6 +211,7 @@ def test_a_stop_of_a_model_that_ollama_creates_now_ends_its_answers(stored: Mach
         ollama.json("messages", MESSAGES),
         ollama.json("params", {**PARAMETERS, "stop": [stop]}),
     )
+    stored.wait_until_listed("stopped")
     found = stored.ask("stopped")
     assert found["message"]["content"] == text[: text.index(stop)]
     assert found["done_reason"] == "stop"
@@ -295,12 +301,12 @@ def test_without_a_label_the_usual_quantization_is_pulled(
 
 
 def test_a_broken_pull_is_resumed(machine: Machine, repository: str) -> None:
-    """Once while the header is read, and once while the file is downloaded."""
+    """Here, the connection breaks while the header is read."""
     name = "Tiny-Q8_0.gguf"
     machine.hub.faults.cut[name] = 700
     assert machine.pull(f"{repository}:Q8_0")[-1] == {"status": "success"}
     starts = [request.range for request in machine.hub.downloads(f"/{name}")]
-    assert starts[starts.index(0) + 1] > 0
+    assert any(0 < start <= 700 for start in starts)
     machine.post("/api/pull", model=f"{repository}:Q8_0", stream=False)
     assert machine.ask(f"{repository}:Q8_0", num_predict=2)["done"]
 
@@ -355,6 +361,7 @@ def test_a_file_that_is_truncated_while_it_is_served_costs_only_its_next_load(
     path = machine.home / ".lmstudio/models/org/tiny/cut.gguf"
     path.parent.mkdir(parents=True)
     path.write_bytes(machine.plain)
+    machine.wait_until_listed("cut")
     before = machine.ask("cut", temperature=0, num_predict=8)
     os.truncate(path, len(machine.plain) // 2)
     again = machine.ask("cut", temperature=0, num_predict=8)
