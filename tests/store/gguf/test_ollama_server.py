@@ -18,7 +18,7 @@ from tests.models.gguf.raw_file import gguf, text_entry
 from tests.server_process import ROOT, TIMEOUT, UNTRACED, ServerProcess, run_server
 from tests.store.gguf.files import write_tiny
 from tests.store.ollama_store import GO_TEMPLATE, OllamaStore
-from tests.store.stand_in import StandIn
+from tests.store.stand_in import StandIn, sha256
 from tests.waiting import wait_until
 
 SYSTEM, LICENSE = "You are terse.", "MIT License"
@@ -276,11 +276,11 @@ def test_a_quantization_is_pulled_with_ollamas_lines_and_answers(
         "writing manifest",
         "success",
     ]
-    layers = [line for line in lines if "digest" in line]
-    assert len({line["digest"] for line in layers}) == 1
-    size = (machine.home / "remote/Tiny-Q4_K_M.gguf").stat().st_size
+    content = (machine.home / "remote/Tiny-Q4_K_M.gguf").read_bytes()
+    digest, size = sha256(content), len(content)
+    layers = [line for line in lines if line.get("digest") == f"sha256:{digest}"]
     for line in layers:
-        assert line["status"] == f"pulling {line['digest'].removeprefix('sha256:')[:12]}"
+        assert line["status"] == f"pulling {digest[:12]}"
         assert line["total"] == size
     completed = [line["completed"] for line in layers]
     assert completed == sorted(completed)
