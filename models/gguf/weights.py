@@ -8,8 +8,9 @@ computed from arrays of bytes whose content is read later (`UnreadTensors.read`)
 memory requirement of the model can be computed without reading or allocating anything.
 """
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,8 @@ def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:
             array = array[None]
         elif name == _POSITIONS and metadata.has_tensor("cls.output.weight"):
             unused = mx.zeros((NUM_UNUSED_POSITIONS, array.shape[-1]), array.dtype)
-            array = mx.concatenate([unused, array])
+            with _name_faulty_tensor(name):
+                array = mx.concatenate([unused, array])
         converted[name] = array
     if metadata.has("ssm.group_count") and metadata.has("full_attention_interval"):
         return _convert_gated_delta(metadata, converted)
@@ -250,26 +252,38 @@ def _convert_gated_delta(metadata: Metadata, weights: Arrays) -> Arrays:
     is_tiled = ratio > 1 and metadata.architecture != "qwen3next"
     converted: Arrays = {}
     for name, array in weights.items():
-        path, _, parameter = name.partition(".linear_attn.")
-        if parameter.startswith("in_proj_ba."):
-            halves = array.reshape(key_heads, 2, ratio, -1)
-            for index, half in enumerate(("in_proj_b", "in_proj_a")):
-                target = f"{path}.linear_attn.{half}.{parameter.rpartition('.')[2]}"
-                converted[target] = halves[:, index].reshape(value_heads, -1)
-            continue
-        if is_tiled and parameter.startswith(("in_proj_qkv.", "conv1d.")):
-            array = mx.concatenate(
-                [array[: 2 * keys], _group_heads(array[2 * keys :], key_heads, ratio)]
-            )
-        elif is_tiled and parameter.startswith(_VALUE_HEAD_ROWS):
-            array = _group_heads(array, key_heads, ratio)
-        elif is_tiled and parameter.startswith("out_proj."):
-            # the columns of each head, which consist of whole groups of 32 if they are packed
-            if array.shape[-1] % value_heads:
-                raise ModelError(f"{name} cannot be divided among {value_heads} heads")
-            array = _group_heads(array.T, key_heads, ratio).T
-        converted[name] = array
+        with _name_faulty_tensor(name):
+            path, _, parameter = name.partition(".linear_attn.")
+            if parameter.startswith("in_proj_ba."):
+                halves = array.reshape(key_heads, 2, ratio, -1)
+                for index, half in enumerate(("in_proj_b", "in_proj_a")):
+                    target = f"{path}.linear_attn.{half}.{parameter.rpartition('.')[2]}"
+                    converted[target] = halves[:, index].reshape(value_heads, -1)
+                continue
+            if is_tiled and parameter.startswith(("in_proj_qkv.", "conv1d.")):
+                array = mx.concatenate(
+                    [array[: 2 * keys], _group_heads(array[2 * keys :], key_heads, ratio)]
+                )
+            elif is_tiled and parameter.startswith(_VALUE_HEAD_ROWS):
+                array = _group_heads(array, key_heads, ratio)
+            elif is_tiled and parameter.startswith("out_proj."):
+                # the columns of each head, which consist of whole groups of 32 if they are packed
+                if array.shape[-1] % value_heads:
+                    raise ModelError(f"{name} cannot be divided among {value_heads} heads")
+                array = _group_heads(array.T, key_heads, ratio).T
+            converted[name] = array
     return converted
+
+
+@contextlib.contextmanager
+def _name_faulty_tensor(name: str) -> Generator[None]:
+    """Raises ModelError if MLX rejects the shape of a tensor."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{name} does not have the shape that follows from the keys") from error
 
 
 # the parameters whose first axis is that of the value heads

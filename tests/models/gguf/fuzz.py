@@ -366,7 +366,7 @@ def check(path: Path, *, opens: bool = False) -> str:
         rename_tensors(file)
         built = json.dumps(build_tokenizer(read_vocabulary(file)))
         if opens:
-            _read_model(file, config)
+            _read_weights(file, config)
     except (AppError, GGUFError) as error:
         message = str(error)
         assert "\n" not in message, message
@@ -380,7 +380,7 @@ def check(path: Path, *, opens: bool = False) -> str:
     return "read" if opens else "valid"
 
 
-def _read_model(file: GGUFFile, config: dict[str, Any]) -> None:
+def _read_weights(file: GGUFFile, config: dict[str, Any]) -> None:
     files = ModelFiles(
         name="mutated",
         path=file.path,
