@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,17 @@ def test_the_config_is_that_of_the_hub(tmp_path):
         assert found[key] == config[key]
     assert found["rope_scaling"]["factor"] == 4.0
     assert found["rope_theta"] == 500000.0
+
+
+def test_a_tensor_whose_shape_contradicts_the_keys_is_named(tmp_path):
+    case = next(case for case in CASES if case.id == "qwen3_next-mixed")
+    path, _ = write_model(case, tmp_path)
+    key, heads = b"qwen3next.ssm.time_step_rank", case.config["linear_num_value_heads"]
+    before, after = (key + struct.pack("<II", 4, count) for count in (heads, 7 * heads))
+    assert path.read_bytes().count(before) == 1
+    path.write_bytes(path.read_bytes().replace(before, after))
+    with pytest.raises(ModelError, match=r"in_proj_ba\.weight does not have the shape"):
+        open_weights(reader.read(path))
 
 
 @pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced"])

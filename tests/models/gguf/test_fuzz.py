@@ -8,12 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from app.core.errors import AppError
 from app.engine.model_info import complete_config
 from app.engine.weights import open_model, read_weights
 from app.store.gguf import model as gguf_model
 from models.gguf.ggml_types import GGML_TYPES
 from tests.models.gguf.fuzz import TOKENIZERS, Sample, fuzz, make_sample, make_samples
 from tests.models.gguf.random_blocks import SCALES
+from tests.models.gguf.raw_file import tensor
 
 SAMPLES = [make_sample(tokenizer) for tokenizer in TOKENIZERS]
 
@@ -24,6 +26,21 @@ def test_mutated_files_give_a_model_or_an_error(tmp_path: Path) -> None:
     assert outcomes["valid"] > 20
     assert outcomes["read"] > 0
     assert outcomes["GGUFError"] > 200
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    sample, path = make_sample(), tmp_path / "m.gguf"
+    tensors = [
+        tensor("output_norm.weight", (16,), 0, int.from_bytes(part[-8:], "little"))
+        if b"output_norm" in part
+        else part
+        for part in sample.tensors
+    ]
+    path.write_bytes(Sample(entries=sample.entries, tensors=tensors, data=sample.data).write())
+    with pytest.raises(
+        AppError, match=r"m\.gguf: .* model\.norm\.weight \(\[16\], expected \[32\]\)"
+    ):
+        open_model(complete_config(gguf_model.read(path, name="m")), None)
 
 
 @pytest.mark.exhaustive
