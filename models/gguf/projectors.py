@@ -63,6 +63,16 @@ _QWEN_BLOCK: Mapping[str, str] = {
     "ln2": "norm2",
 }
 
+_QWEN2_OTHERS: Mapping[str, str] = {
+    **{name: f"visual.{target}" for name, target in _QWEN_PATCH.items()},
+    "v.post_ln": "visual.merger.ln_q",
+    "mm.0": "visual.merger.mlp.0",
+    "mm.2": "visual.merger.mlp.2",
+}
+
+# the limits of the area of an image in published models of Qwen2-VL and Qwen2.5-VL, in pixels
+_QWEN2_LIMITS: Mapping[str, int] = {"min_pixels": 3136, "max_pixels": 12845056}
+
 _PIXTRAL_BLOCK: Mapping[str, str] = {
     "attn_q": "attention.q_proj",
     "attn_k": "attention.k_proj",
@@ -371,20 +381,39 @@ def _read_activation(metadata: Metadata) -> str:
 
 
 def _describe_qwen(metadata: Metadata) -> Config:
+    """The keys that all of Qwen's towers have in common."""
     return {
         "depth": _count_blocks(metadata),
-        "hidden_size": _positive(metadata, "vision.embedding_length"),
-        "intermediate_size": _positive(metadata, "vision.feed_forward_length"),
         "num_heads": _count_heads(metadata),
         "patch_size": _positive(metadata, "vision.patch_size"),
         "spatial_merge_size": _positive(metadata, "vision.spatial_merge_size", 2),
+    }
+
+
+def _describe_qwen_sizes(metadata: Metadata) -> Config:
+    return {
+        "hidden_size": _positive(metadata, "vision.embedding_length"),
+        "intermediate_size": _positive(metadata, "vision.feed_forward_length"),
         "out_hidden_size": _positive(metadata, "vision.projection_dim"),
     }
 
 
+def _describe_qwen2(metadata: Metadata) -> Described:
+    """The converter writes another size, or 0, as the width of the MLPs."""
+    width = _positive(metadata, "vision.embedding_length")
+    rows, columns = _shape(metadata, "v.blk.0.ffn_up.weight")
+    vision = {
+        **_describe_qwen(metadata),
+        "embed_dim": width,
+        "hidden_size": _positive(metadata, "vision.projection_dim"),
+        "mlp_ratio": rows * columns / width**2,
+    }
+    return Described(vision=vision, processor=_read_limits(metadata, _QWEN2_LIMITS))
+
+
 def _describe_qwen2_5(metadata: Metadata) -> Described:
     """Every n-th block attends to the whole image."""
-    vision = _describe_qwen(metadata)
+    vision = {**_describe_qwen(metadata), **_describe_qwen_sizes(metadata)}
     every = metadata.integer("vision.n_wa_pattern")
     vision |= {
         "window_size": _positive(metadata, "vision.window_size", 112),
@@ -392,20 +421,20 @@ def _describe_qwen2_5(metadata: Metadata) -> Described:
             block for block in range(vision["depth"]) if not every or (block + 1) % every == 0
         ],
     }
-    limits = {"min_pixels": 3136, "max_pixels": 12845056}
-    return Described(vision=vision, processor=_read_limits(metadata, limits))
+    return Described(vision=vision, processor=_read_limits(metadata, _QWEN2_LIMITS))
 
 
 def _describe_qwen3(metadata: Metadata) -> Described:
     vision = {
         **_describe_qwen(metadata),
+        **_describe_qwen_sizes(metadata),
         "num_position_embeddings": _shape(metadata, "v.position_embd.weight")[0],
         "deepstack_visual_indexes": _list_deepstack(metadata),
     }
     return Described(vision=vision, processor=_read_limits(metadata, {}))
 
 
-def _read_limits(metadata: Metadata, usual: Config) -> Config:
+def _read_limits(metadata: Metadata, usual: Mapping[str, int]) -> Config:
     """Returns the limits of the area of an image in pixels. usual: those of published models, if
     they are not the defaults of the processor."""
     keys = {"min_pixels": "vision.image_min_pixels", "max_pixels": "vision.image_max_pixels"}
@@ -492,6 +521,14 @@ _PROJECTORS: Mapping[str, Projector] = {
         },
         rotates_pairs=True,
     ),
+    "qwen2vl_merger": Projector(
+        text_types={"qwen2_5_vl_text": "qwen2_vl"},
+        describe=_describe_qwen2,
+        block_names={**_QWEN_BLOCK, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        block_parent="visual.blocks.{}.",
+        other_names=_QWEN2_OTHERS,
+        swaps_mlps=True,
+    ),
     "qwen2.5vl_merger": Projector(
         text_types={"qwen2_5_vl_text": "qwen2_5_vl"},
         describe=_describe_qwen2_5,
@@ -502,12 +539,7 @@ _PROJECTORS: Mapping[str, Projector] = {
             "ffn_down": "mlp.down_proj",
         },
         block_parent="visual.blocks.{}.",
-        other_names={
-            **{name: f"visual.{target}" for name, target in _QWEN_PATCH.items()},
-            "v.post_ln": "visual.merger.ln_q",
-            "mm.0": "visual.merger.mlp.0",
-            "mm.2": "visual.merger.mlp.2",
-        },
+        other_names=_QWEN2_OTHERS,
         swaps_mlps=True,
     ),
     "qwen3vl_merger": Projector(

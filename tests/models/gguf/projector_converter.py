@@ -25,6 +25,7 @@ KINDS: Mapping[str, str] = {
     "lfm2_vl": Kind.LFM2,
     "llava": Kind.PIXTRAL,
     "mistral3": Kind.PIXTRAL,
+    "qwen2_vl": Kind.QWEN2VL,
     "qwen2_5_vl": Kind.QWEN25VL,
     "qwen3_5": Kind.QWEN3VL,
     "qwen3_vl": Kind.QWEN3VL,
@@ -93,7 +94,14 @@ def convert(
 
 def _add_keys(writer: gguf.GGUFWriter, kind: str, config: Config, processor: Config) -> None:
     vision, text = config["vision_config"], config["text_config"]
-    is_qwen = kind in (Kind.QWEN25VL, Kind.QWEN3VL)
+    is_qwen = kind in (Kind.QWEN2VL, Kind.QWEN25VL, Kind.QWEN3VL)
+    if kind == Kind.QWEN2VL:
+        vision = {
+            **vision,
+            "hidden_size": vision["embed_dim"],
+            "intermediate_size": vision["hidden_size"],
+            "hidden_act": "",
+        }
     writer.add_vision_projection_dim(text["hidden_size"])
     writer.add_vision_patch_size(vision["patch_size"])
     writer.add_vision_image_mean(processor.get("image_mean", [0.5] * 3))
@@ -110,7 +118,7 @@ def _add_keys(writer: gguf.GGUFWriter, kind: str, config: Config, processor: Con
     writer.add_vision_feed_forward_length(vision["intermediate_size"])
     writer.add_vision_block_count(vision["depth" if is_qwen else "num_hidden_layers"])
     writer.add_vision_head_count(vision["num_heads" if is_qwen else "num_attention_heads"])
-    usual = {"gemma4v": 224, "lfm2": 256, Kind.QWEN25VL: 560}.get(kind, 0)
+    usual = {"gemma4v": 224, "lfm2": 256, Kind.QWEN2VL: 560, Kind.QWEN25VL: 560}.get(kind, 0)
     if kind == Kind.QWEN3VL:
         usual = int(vision["num_position_embeddings"] ** 0.5 * vision["patch_size"])
     writer.add_vision_image_size(usual or vision["image_size"])
@@ -131,7 +139,7 @@ def _add_keys(writer: gguf.GGUFWriter, kind: str, config: Config, processor: Con
     elif kind == Kind.QWEN25VL:
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
         writer.add_vision_window_size(vision["window_size"])  # only if it is not the usual one
-    elif is_qwen:
+    elif kind == Kind.QWEN3VL:
         writer.add_vision_spatial_merge_size(vision["spatial_merge_size"])
         levels = vision.get("deepstack_visual_indexes", [])
         writer.add_vision_is_deepstack_layers([i in levels for i in range(vision["depth"])])
@@ -147,7 +155,7 @@ def _add_keys(writer: gguf.GGUFWriter, kind: str, config: Config, processor: Con
             writer.add_vision_spatial_merge_size(config["spatial_merge_size"])
     if kind == Kind.QWEN25VL or vision.get("hidden_act") == "silu":
         writer.add_vision_use_silu(True)
-    elif kind != Kind.GEMMA4V:
+    elif kind not in (Kind.GEMMA4V, Kind.QWEN2VL):
         writer.add_vision_use_gelu(True)
 
 
@@ -159,7 +167,7 @@ def _convert_tensor(
         return [_convert_unified(vision, name, array)]
     if name.endswith("patch_embed.proj.weight"):
         return [("v.patch_embd.weight", array[:, :, 0]), ("v.patch_embd.weight.1", array[:, :, 1])]
-    if kind == Kind.QWEN25VL and ".qkv." in name:
+    if kind in (Kind.QWEN2VL, Kind.QWEN25VL) and ".qkv." in name:
         parts = zip("qkv", np.split(array, 3), strict=True)
         return [(_find(name.replace("qkv", letter)), part) for letter, part in parts]
     if kind == Kind.QWEN3VL and (found := _rename_merger(vision, name)) is not None:

@@ -35,9 +35,10 @@ TEXT_TYPES: Mapping[str, str] = {
     "gemma4_unified": "gemma4_text",
     "mistral3": "llama",
     "pixtral": "llama",
+    "qwen2_vl": "qwen2_5_vl_text",
     "qwen3_5": "qwen3_5",
 }
-NORMALIZED_LIKE_CLIP = ("mistral3", "mistral3-silu", "pixtral", "qwen2_5_vl")
+NORMALIZED_LIKE_CLIP = ("mistral3", "mistral3-silu", "pixtral", "qwen2_vl", "qwen2_5_vl")
 
 
 def text_config(name: str) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def flatten(tower: VisionTower) -> list[tuple[str, mx.array]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smolvlm"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "smolvlm"])
 def test_early_files_have_swapped_names_in_mlps(tmp_path: Path, name: str):
     def swap(tensors: Weights) -> None:
         renamed = {
