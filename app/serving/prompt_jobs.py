@@ -517,7 +517,7 @@ class JobBuilder:
             )
         except AppError as error:
             raise AppError(error.kind, error.marked_message, param=param) from error
-        self._check_embeddable(ids, param)
+        self._check_embeddable(ids, param, num_rows=num_rows)
         checked = self._check_length(
             ids, param, context_limit, is_clipped=len(read) < len(text), num_rows=num_rows
         )
@@ -579,10 +579,15 @@ class JobBuilder:
             )
         return ids
 
-    def _check_embeddable(self, ids: Sequence[int], param: str) -> None:
+    def _check_embeddable(self, ids: Sequence[int], param: str, *, num_rows: int = 0) -> None:
         """Raises AppError(INVALID) for a token without an embedding, because a tokenizer may have
-        added tokens that the model lacks."""
+        added tokens that the model lacks. num_rows: the number of image tokens that image rows will
+        replace."""
         token = max(ids, default=0)
+        if token >= self._files.vocab_size and num_rows and token == self._image_token_id:
+            others = [one for one in ids if one != token]
+            if len(ids) - len(others) == num_rows:  # no text has the token
+                token = max(others, default=0)
         if token >= self._files.vocab_size:
             text = mark_client_text(repr(self.tokenizer.token_text(token)))
             raise AppError(

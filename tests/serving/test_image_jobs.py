@@ -108,6 +108,28 @@ def test_a_mark_in_a_text_is_an_ordinary_token(files: ModelFiles):
     ]
 
 
+def test_an_image_token_without_an_embedding_can_be_in_an_image_only(
+    files: ModelFiles, tmp_path: Path
+):
+    """A Gemma 3 in GGUF has such a token."""
+    inner = tiny.tokenizer()
+    inner.add_special_tokens(["<|vision_start|>", "<|vision_end|>", PAD])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    lacking = replace(
+        files,
+        tokenizer_path=tmp_path / "tokenizer.json",
+        config={**files.config, "vocab_size": tiny.VOCAB + 2},
+    )
+    job = prepare(lacking, ask(place(1))).job
+    assert max(job.prompt_token_ids) < lacking.vocab_size
+    assert sum(id_ < 0 for id_ in job.prompt_token_ids) == 2
+    for text in (PAD, f"a {PAD}"):
+        with pytest.raises(AppError, match="that the tokenizer has but the model does not"):
+            prepare(lacking, ask(place(0), text=text))
+    with pytest.raises(AppError, match="that the tokenizer has but the model does not"):
+        prepare(lacking, ask(text=PAD))
+
+
 def test_the_count_of_a_prompt_does_not_need_pixels(files: ModelFiles):
     builder = make_builder(files)
     prompt = ask(place(1, 640, 320))
