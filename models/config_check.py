@@ -1,6 +1,7 @@
 """Checks the values of config.json against the types that an architecture's `Config` declares.
 
-Knows: annotations, plausible ranges of common keys. Must not know: architectures, tensors.
+Knows: annotations, plausible ranges of common keys, which keys change the logits. Must not know:
+architectures, tensors.
 
 `build` reports contradictions between the config and the tensors. This module rejects
 invalid values that would fail before that, such as a string instead of a number, or a billion
@@ -8,6 +9,7 @@ layers.
 """
 
 import math
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
@@ -38,6 +40,21 @@ _POSITIVE_KEYS = frozenset(
 
 # suffixes of keys for periods in layers, which are used as divisors
 _PERIOD_SUFFIXES = ("_freq", "_interval", "_pattern", "_step")
+
+# keys of attention, rope, windows and scales: they change the logits if their value is not neutral
+_CRITICAL_KEY = re.compile(
+    r"rope_(?!interleave)|rotary|theta|soft_?cap|multiplier|scaling|logits?_scale|scale_emb|"
+    r"query_pre_attn|temperature_tuning|attention_chunk_size|alpha_factor|beta_factor|"
+    r"sliding_window|window_size|(attn|attention)_scale|scale_depth|clip_qkv"
+)
+# keys among them that do not matter: precision of intermediate results, training, other parts, and
+# keys that are only used with others
+_HARMLESS_KEY = re.compile(
+    r"_in_fp32$|^rope_(parameters|scaling|theta)$|_layers?_(pattern|interval)$|^max_window_layers$|"
+    r"^use_sliding_window$|^_?sliding_window(_pattern)?$|^scale_attn_weights$|^rope_interleave$|"
+    r"^rope_traditional$|^attn_scale$|_loss|dropout"
+)
+_NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 1, 1.0, 0, 0.0, "", -1)
 
 _MAX_SHOWN_CHARS = 60  # maximum number of characters of a config value in a message
 
@@ -76,6 +93,16 @@ def find_inconsistency(values: Mapping[str, Any]) -> str | None:
     if hidden is None or values.get("head_dim") or 0 < hidden // heads <= _MAX_HEAD_DIM:
         return None
     return f"hidden_size is {hidden}, which cannot be split into {heads} attention heads"
+
+
+def changes_logits(key: str, value: Any) -> bool:
+    """Returns whether a model that ignores this key computes other logits, as far as the name of
+    the key shows: it belongs to rope, a window, a scale or a cap, and its value is not neutral."""
+    if not _CRITICAL_KEY.search(key) or _HARMLESS_KEY.search(key):
+        return False
+    if isinstance(value, Mapping | list):
+        return bool(value)
+    return value not in _NEUTRAL_VALUES
 
 
 def matches_annotation(value: Any, annotation: Any) -> bool:

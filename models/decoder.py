@@ -5,14 +5,15 @@ Knows: the parameter names of Llama-like checkpoints (`model.embed_tokens`, `mod
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, cast
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from models import base
 from models.base import SelectPositions, select_all
+from models.config_check import changes_logits
 from models.image_attention import wrap_caches
 from models.image_inputs import ImageInputs, ImageRules
 from models.kv import KVCache, LayerCache, get_position_delta, set_kv_dtype
@@ -45,6 +46,20 @@ class Config(base.Config):
     hidden_act: str = "silu"
     sliding_window: int | None = None
     layer_types: Sequence[str] | None = None
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """Reads the config. Raises ModelError for a key that changes the logits and that the
+        architecture does not read."""
+        known = {field.name for field in fields(cls)}
+        for key, value in config.items():
+            if key not in known and changes_logits(key, value):
+                raise base.ModelError(
+                    f"config.json sets {key}, which is not supported for model_type "
+                    f"{config.get('model_type')!r}: the results would be wrong"
+                )
+        # `super()` without arguments fails here, because `slots=True` creates a new class
+        return super(Config, cls).from_dict(config)
 
     @property
     def kv_heads(self) -> int:

@@ -44,6 +44,7 @@ from models.image_inputs import ImageInputs, ImageRules
 from models.kv import LayerCache, evaluate_caches
 from models.layers import CenteredNorm
 from models.mlx_lm_cache import (
+    LEAK_PRIMITIVE,
     AttentionTrait,
     MlxLmBatch,
     MlxLmLayerCache,
@@ -77,6 +78,9 @@ _VOCAB_SIZE_KEYS = ("vocab_size", "padded_vocab_size", "n_vocab")
 
 # the prefixes of the text model in multimodal classes; see models/multimodal.py
 _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+
+_GPT_PREFIX = "transformer"
+_EMBEDDING = "model.embed_tokens."
 
 # the modules that compute hidden states, to which a class applies its output layer
 _BACKBONES = ("language_model.model", "model", "transformer", "backbone")
@@ -190,7 +194,8 @@ def _build_model(
         f"mlx-lm's {classes.kind} implementation does not support this config.json"
     ):
         heads = num_query_heads(normalized.config)
-        subclass = _subclass_model(classes, heads, normalized.window)
+        tied = bool(config.get("tie_word_embeddings"))
+        subclass = _subclass_model(classes, heads, normalized.window, tied=tied)
         made: Any = subclass(classes.arguments.from_dict(given))
     normalized.check_rope(made)
     _replace_layers(made)
@@ -245,7 +250,7 @@ class _Trial:
     batches: bool
 
 
-def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> Any:
+def _subclass_model(classes: _ModelClasses, heads: int, window: int | None, *, tied: bool) -> Any:
     """Returns mlx-lm's class with our interface. The result is a subclass, so that parameters keep
     their checkpoint names. heads: the number of query heads. window: of all layers; None if the
     class creates its caches."""
@@ -304,6 +309,12 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             weights = _add_text_prefix(weights, self.parameters())
+            weights = _strip_gpt_prefix(weights, classes.keys)
+            if tied and "lm_head" in self:
+                # the class has a head of its own, to which it applies a scale
+                for name in [name for name in weights if name.startswith(_EMBEDDING)]:
+                    head = f"lm_head.{name.removeprefix(_EMBEDDING)}"
+                    weights.setdefault(head, weights[name])
             if not hasattr(base, "sanitize"):
                 return weights
             with _as_model_error(f"mlx-lm's {classes.kind} implementation rejects these tensors"):
@@ -376,12 +387,26 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None) -> A
                 self._forward(tokens, kv)
             for trait in traits:
                 trait.attends, trait.calls = trait.calls == 2, None
+            if self._uses_cached_keys_elsewhere(traits):
+                for trait in traits:
+                    trait.attends = False
             self._keep("_trial", _Trial(traits, selects=True, batches=False))
             kv = self.make_kv()
             shape = self._forward(mx.zeros((1, 3), mx.int32), kv, select_last).shape
             selects = shape[:-1] == (1, 1)
             self._keep("_trial", _Trial(traits, selects=selects, batches=False))
             return _Trial(traits, selects=selects, batches=self._can_batch())
+
+        def _uses_cached_keys_elsewhere(self, traits: Sequence[AttentionTrait]) -> bool:
+            """Whether anything but the attention of its own layer depends on the keys and values
+            that a layer got from its cache. They would have to be those of all positions."""
+            for trait in traits:
+                trait.marks = trait.attends
+            kv: Any = self.make_kv()
+            outputs = [self._forward(mx.zeros((1, length), mx.int32), kv) for length in (3, 1)]
+            for trait in traits:
+                trait.marks = False
+            return LEAK_PRIMITIVE in _list_primitives(_list_graph(outputs, kv))
 
         def _can_batch(self) -> bool:
             try:
@@ -472,9 +497,13 @@ def _batch(rows: Sequence[Sequence[Any]]) -> list[MlxLmBatch]:
 def _has_variant_operations(outputs: Any, layers: Sequence[LayerCache]) -> bool:
     """Returns whether the graph of arrays and of layer caches, which are not evaluated, has
     operations of `_VARIANT_PRIMITIVES`."""
-    states = [layer.state() for layer in layers]
-    arrays: Any = [array for _, array in tree_flatten([outputs, states])]
-    return bool(_list_primitives(arrays) & _VARIANT_PRIMITIVES)
+    return bool(_list_primitives(_list_graph(outputs, layers)) & _VARIANT_PRIMITIVES)
+
+
+def _list_graph(outputs: Any, layers: Sequence[LayerCache]) -> Sequence[mx.array]:
+    """Returns the arrays of a pass and of layer caches."""
+    flat: Any = tree_flatten([outputs, [layer.state() for layer in layers]])
+    return [array for _, array in flat]
 
 
 def _list_primitives(arrays: Sequence[mx.array]) -> set[str]:
@@ -561,6 +590,14 @@ def _add_text_prefix(weights: Mapping[str, mx.array], parameters: Any) -> dict[s
                 for name, array in weights.items()
             }
     return dict(weights)
+
+
+def _strip_gpt_prefix(weights: Mapping[str, mx.array], keys: ClassKeys) -> dict[str, mx.array]:
+    """Returns the tensors of a GPT-2 without the prefix that transformers saves. Classes that know
+    the prefix name it."""
+    if any(_GPT_PREFIX in name for name in keys.used):
+        return dict(weights)
+    return {name.removeprefix(f"{_GPT_PREFIX}."): array for name, array in weights.items()}
 
 
 def _first_positive_int(config: Mapping[str, Any], names: Sequence[str], meaning: str) -> int:

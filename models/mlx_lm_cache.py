@@ -27,6 +27,9 @@ from models.recurrent import RecurrentCache
 from models.rotating_kv import RotatingKVCache
 from models.sdpa import Mask
 
+# An operation of MLX that no class of mlx-lm uses.
+LEAK_PRIMITIVE = "ErfInv"
+
 
 class NotBatchableError(Exception):
     """A class of mlx-lm does something with a batch of caches that only a single cache supports."""
@@ -37,20 +40,26 @@ class AttentionTrait:
 
     attends: whether the layer only calls `scaled_dot_product_attention` with what it gets from its
     cache, and with no mask of its own, so that the cache may compute the attention. calls: while a
-    trial runs, the number of such calls, or None if the layer does anything else.
+    trial runs, the number of such calls, or None if the layer does anything else. marks: while a
+    trial runs, whether the layer gets keys and values that leave `LEAK_PRIMITIVE` in the graph of
+    everything that is computed from them.
     """
 
     def __init__(self) -> None:
         self.attends = False
         self.calls: int | None = None
+        self.marks = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """The new keys and values that a layer got back from its cache."""
+    """The keys and values that a layer got back from its cache. new_keys, new_values: those of the
+    new positions."""
 
     keys: mx.array
     values: mx.array
+    new_keys: mx.array
+    new_values: mx.array
 
 
 def make_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -88,10 +97,13 @@ class _MlxLmKVMixin(KVBuffers):
         return self.trait.attends
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        given = keys, values
         if not self.trait.attends:
-            keys, values = self.update(keys, values)
-        self._pending = _Pending(keys, values)
-        return keys, values
+            given = self.update(keys, values)
+        elif self.trait.marks:
+            given = mx.erfinv(keys), mx.erfinv(values)
+        self._pending = _Pending(*given, new_keys=keys, new_values=values)
+        return given
 
     def attend_pending(
         self,
@@ -114,7 +126,9 @@ class _MlxLmKVMixin(KVBuffers):
             return None
         if not plain:
             raise ModelError("attention with a mask that differs from that of the first positions")
-        return self.attend(queries, keys, values, scale=scale, sinks=sinks)
+        assert pending is not None
+        new_keys, new_values = pending.new_keys, pending.new_values
+        return self.attend(queries, new_keys, new_values, scale=scale, sinks=sinks)
 
     @property
     def is_pending(self) -> bool:
@@ -168,10 +182,14 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
-        """Returns the mask. Raises ModelError for a window that is narrower than the cache. A
-        single query would need a mask, but the buffer is not in order in this case."""
-        if window_size is not None and window_size < self.window:
-            raise ModelError("a sliding window smaller than its cache is not supported")
+        """Returns the mask. Raises ModelError for a window that differs from the cache. If it is
+        narrower, a single query would need a mask, but the buffer is not in order in this case. If
+        it is wider, the class computes prompts and single positions with different windows."""
+        if window_size is not None and window_size != self.window:
+            raise ModelError(
+                f"a sliding window of {window_size} positions with a cache of {self.window} is not "
+                "supported"
+            )
         if return_array and length > 1:
             return _window_mask(min(self._length, self.window - 1), length, self.window)
         if self.trait.attends or self.trait.calls is not None:
@@ -345,7 +363,7 @@ class MlxLmBatchKV:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if not self._rows[0].trait.attends:
             raise NotBatchableError
-        self._pending = _Pending(keys, values)
+        self._pending = _Pending(keys, values, new_keys=keys, new_values=values)
         return keys, values
 
     def make_mask(

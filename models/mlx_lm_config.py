@@ -15,15 +15,16 @@ import functools
 import importlib
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from models.base import ModelError
+from models.config_check import changes_logits
 
 _PACKAGE = "mlx_lm.models"
 _MAX_DEPTH = 32
@@ -75,24 +76,11 @@ _SCALING_KEYS: Mapping[str, Sequence[str]] = {
     "deepseek_yarn": _YARN_KEYS,
     "longrope": ("long_factor", "original_max_position_embeddings", "attention_factor"),
     "proportional": ("factor", "partial_rotary_factor"),
+    # Hunyuan's
+    "dynamic": ("alpha",),
 }
 # types that do not change the rotation of text within the context length (models/rope.py)
 _UNSCALED_TYPES = ("default", "dynamic", "mrope")
-
-# keys that change the logits if their value is not neutral
-_CRITICAL_KEY = re.compile(
-    r"rope_(?!interleave)|rotary|theta|soft_?cap|multiplier|scaling|logits?_scale|scale_emb|"
-    r"query_pre_attn|temperature_tuning|attention_chunk_size|alpha_factor|beta_factor|"
-    r"sliding_window|window_size|(attn|attention)_scale|scale_depth|clip_qkv"
-)
-# keys among them that do not matter: precision of intermediate results, training, other parts, and
-# keys that are only used with others
-_HARMLESS_KEY = re.compile(
-    r"_in_fp32$|^rope_(parameters|scaling|theta)$|_layers?_(pattern|interval)$|^max_window_layers$|"
-    r"^use_sliding_window$|^sliding_window(_pattern)?$|^scale_attn_weights$|^rope_interleave$|"
-    r"^rope_traditional$|^attn_scale$|_loss|dropout"
-)
-_NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 1, 1.0, 0, 0.0, "", -1)
 
 
 class _ReadKeys(dict[str, Any]):
@@ -163,7 +151,7 @@ class ClassConfig:
         """Raises ModelError for a setting of rope that the class did not read when it built
         `model`. If it did not read the theta, or how many dimensions are rotated, they are set
         here."""
-        if self._rope is None or self._keys is None:
+        if self._rope is None or self._keys is None or self.config.get("mla_use_nope"):
             return
         used = self._keys.used.union(*(one.used for one in self._recorded))
         ropes = [module for module in model.modules() if type(module) is nn.RoPE]
@@ -179,8 +167,10 @@ class ClassConfig:
             return
         if not ropes or not isinstance(share, int | float) or not 0 < share < 1:
             raise _ignored_error(self._keys, "partial_rotary_factor")
+        size = _find_head_dim(self.config)
         for rope in ropes:
-            rope.dims = int(rope.dims * share)
+            # a class may have the usual share of its architecture as a constant
+            rope.dims = int((size or rope.dims) * share)
 
 
 def normalize_config(config: Mapping[str, Any], keys: ClassKeys) -> ClassConfig:
@@ -201,6 +191,9 @@ def normalize_config(config: Mapping[str, Any], keys: ClassKeys) -> ClassConfig:
     for key, value in _CONSTANTS.get(keys.name, {}).items():
         if _absent(given, key):
             given[key] = value(given) if callable(value) else value
+    if keys.name in ("minicpm", "minicpm3"):
+        # with a tied head, these classes do not scale the logits
+        given["tie_word_embeddings"] = False
     if keys.name == "exaone4":
         given["sliding_window_pattern"] = _spell_pattern(given)
     if reason := _find_fault(keys.name, given):
@@ -361,9 +354,9 @@ class _RopeFacts:
 
     def scaling(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns the scaling for the class. mlx-lm's yarn has no `attention_factor`, and another
-        default of the original length."""
+        default of the original length. With `alpha`, dynamic scaling has a fixed base."""
         kind = _scaling_type(settings)
-        if kind in _UNSCALED_TYPES:
+        if kind in _UNSCALED_TYPES and settings.get("alpha") in (None, 1):
             return None
         found = {
             key: value
@@ -454,6 +447,14 @@ def _first(*names: str) -> Callable[[Mapping[str, Any]], Any]:
     return derive
 
 
+def _multiply(*names: str) -> Callable[[Mapping[str, Any]], Any]:
+    def derive(config: Mapping[str, Any]) -> Any:
+        values = [value for name in names if type(value := config.get(name)) is int]
+        return math.prod(values) if len(values) == len(names) else None
+
+    return derive
+
+
 def _find_pattern(config: Mapping[str, Any]) -> int | None:
     """Returns the period of layers with full attention, for classes that do not read
     `layer_types`."""
@@ -515,6 +516,10 @@ _DERIVED_KEYS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 # all models of the architecture. A function computes a value from the config.
 _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "exaone": {
+        "num_layers": _first("num_hidden_layers"),
+        "layer_norm_epsilon": _first("rms_norm_eps"),
+    },
     # the class needs a scaling; this one changes nothing
     "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0}},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
@@ -524,6 +529,7 @@ _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
     },
+    "mamba2": {"intermediate_size": _multiply("expand", "hidden_size")},
     "mimo_v2_flash": {
         "moe_layer_freq": _list_expert_layers,
         "topk_method": "noaux_tc",
@@ -571,13 +577,18 @@ def _spell_pattern(config: Mapping[str, Any]) -> str | None:
 
 
 def _find_fault(name: str, config: Mapping[str, Any]) -> str | None:
-    """Returns why a class computes other logits than transformers, as a clause, or None."""
+    """Returns why a class must not be used, as a clause, or None."""
     if name == "jamba" and config.get("num_experts") not in (None, 1):
         return "normalizes the weights of experts in another way than the model was trained with"
     if name == "ernie4_5_moe" and config.get("moe_use_aux_free", True):
         return (
             "ignores the bias of the router (e_score_correction_bias): its results would be wrong"
         )
+    groups = config.get("n_groups")
+    if name == "mamba2" and type(groups) is int and groups > 1:
+        return "normalizes all groups together: its results would be wrong with n_groups > 1"
+    if name == "phi3small" and mx.default_device().type == mx.DeviceType.cpu:
+        return "corrupts memory on a CPU (MLX 0.32.4)"
     return None
 
 
@@ -608,14 +619,12 @@ def _find_unread_window(config: Mapping[str, Any], keys: ClassKeys) -> int | Non
 
 def _check_critical_keys(config: Mapping[str, Any], keys: ClassKeys) -> None:
     for key, value in config.items():
-        if not _CRITICAL_KEY.search(key) or _HARMLESS_KEY.search(key) or keys.reads(key):
+        if not changes_logits(key, value) or keys.reads(key):
             continue
         if key in (*_THETA_KEYS, *_SHARE_KEYS, *_LOCAL_THETA_KEYS, *_WINDOW_KEYS):
             continue  # checked with the values that they have
         fixed = _FIXED_VALUES.get(keys.name, {}).get(key)
         if fixed is not None and fixed(value):
-            continue
-        if value in _NEUTRAL_VALUES or (isinstance(value, dict | list) and not value):
             continue
         raise _ignored_error(keys, key)
 

@@ -83,6 +83,7 @@ class Config(decoder.Config):
         positions = named.get("max_trained_positions") or named.get("n_positions")
         if named.get("max_position_embeddings") is None and positions is not None:
             named["max_position_embeddings"] = positions
+        named = {key: value for key, value in named.items() if key not in _VARIANT}
         # `super()` without arguments fails here, because `slots=True` creates a new class
         return super(Config, cls).from_dict(named)
 

@@ -196,11 +196,16 @@ def _linear(
     return [f / scaling["factor"] for f in inverse], 1.0
 
 
-def _dynamic(inverse: InverseFrequencies, *_: Any) -> ScaledFrequencies:
+def _dynamic(
+    inverse: InverseFrequencies, _d: int, _t: float, _m: int, scaling: Scaling
+) -> ScaledFrequencies:
     """Returns unscaled frequencies. Dynamic NTK does not change positions below
     max_position_embeddings, and changes all angles with each position above it. The server never
     exceeds the context length in the config, so dynamic NTK never applies. Otherwise keys that were
-    rotated for different lengths would not be comparable (docs/decisions/models.md)."""
+    rotated for different lengths would not be comparable (docs/decisions/models.md). Hunyuan's
+    `alpha` changes all positions."""
+    if scaling.get("alpha") not in (None, 1):
+        raise ModelError("rope scaling 'dynamic' with 'alpha' is not supported")
     return inverse, 1.0
 
 

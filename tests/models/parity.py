@@ -37,11 +37,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 # length one however short they are: with it, a change of 1e-7 in the weights of norms changes the
 # logits of tiny models by 1e-4
 TOLERANCE, TOLERANCE_OF_DELTAS = 1e-4, 5e-4
-_DELTAS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+DELTA_KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def tolerance(case: Case) -> float:
-    return TOLERANCE_OF_DELTAS if case.config["model_type"] in _DELTAS else TOLERANCE
+    return TOLERANCE_OF_DELTAS if case.config["model_type"] in DELTA_KINDS else TOLERANCE
 
 
 def save_reference(case: Case, folder: Path, *, kind: str | None = None, seed: int = 0) -> Any:

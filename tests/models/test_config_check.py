@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import pytest
 
+from models import llama
 from models.base import Config, ModelError
 from models.config_check import matches_annotation
+from tests.models.test_llama import TINY
 from tests.rows import rows
 
 
@@ -115,3 +117,15 @@ def test_an_integer_is_accepted_as_a_float() -> None:
 def test_a_number_that_python_cannot_print_is_reported() -> None:
     with pytest.raises(ModelError, match="hidden_size is a very long number"):
         ExampleConfig.from_dict({"hidden_size": 10**5000})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("final_logit_softcapping", 30.0), ("rope_scale", 2), ("attention_multiplier", 0.5)],
+)
+def test_a_key_that_changes_the_logits_must_be_read(key: str, value: Any) -> None:
+    config = {"model_type": "llama", **TINY, key: value}
+    with pytest.raises(ModelError, match=f"sets {key}, which is not supported for model_type"):
+        llama.Config.from_dict(config)
+    for neutral in (None, 1, 0.0):
+        llama.Config.from_dict({**config, key: neutral})

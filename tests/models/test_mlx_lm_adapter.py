@@ -85,7 +85,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "head_dim": 16,
         "state_size": 16,
         "conv_kernel": 4,
-        "n_groups": 2,
+        "n_groups": 1,
         "layer_norm_epsilon": 1e-5,
         "use_bias": False,
         "use_conv_bias": True,

@@ -42,9 +42,10 @@ def test_masks_equal_those_of_mlx_lm(
     np.testing.assert_array_equal(np.array(got), np.array(expected))
 
 
-def test_a_window_smaller_than_its_cache_is_refused() -> None:
-    with pytest.raises(ModelError, match="a sliding window smaller than its cache"):
-        MlxLmRotatingKVCache(WINDOW).make_mask(1, window_size=WINDOW - 1)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_that_differs_from_its_cache_is_refused(change: int) -> None:
+    with pytest.raises(ModelError, match=f"of {WINDOW + change} positions with a cache of"):
+        MlxLmRotatingKVCache(WINDOW).make_mask(1, window_size=WINDOW + change)
 
 
 @pytest.mark.parametrize(

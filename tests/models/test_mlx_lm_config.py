@@ -20,6 +20,7 @@ from tests.models import parity
 from tests.models.architectures import Case
 from tests.models.mlx_lm_families import FAMILIES, THETA
 from tests.models.test_mlx_lm_adapter import TINY
+from tests.models.test_mlx_lm_classes import LINEAR
 from tests.rows import rows
 
 SEED_OSS: dict[str, Any] = {
@@ -152,6 +153,26 @@ def test_a_key_with_a_neutral_value_is_accepted(changes: dict[str, Any]) -> None
     build({**SEED_OSS, **changes})
 
 
+def test_the_alpha_of_dynamic_scaling_changes_the_base() -> None:
+    """All of Hunyuan's checkpoints have it. It was removed with the scaling, and the logits were
+    those of another base."""
+    alpha = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+    config = {**SEED_OSS, "model_type": "hunyuan_v1_dense", "rope_theta": None}
+    rope: Any = build({**config, "rope_parameters": alpha}).layers[0].self_attn.rope
+    expected = (1e4 * 1000 ** (16 / 14)) ** (mx.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(np.array(rope._freqs), np.array(expected), rtol=1e-5)
+    with pytest.raises(ModelError, match="sets alpha of rope scaling 'dynamic', which mlx-lm's"):
+        build({**SEED_OSS, "rope_parameters": alpha})
+
+
+def test_a_class_without_rotation_needs_no_theta() -> None:
+    """Kimi Linear's published config has one."""
+    linear = {"model_type": "kimi_linear", **LINEAR}
+    assert build(linear).layers[3].self_attn is not None
+    with pytest.raises(ModelError, match="sets rope_theta, which mlx-lm's kimi_linear"):
+        build({**linear, "mla_use_nope": False})
+
+
 def test_the_attention_factor_of_yarn_is_converted() -> None:
     model = build({**SEED_OSS, "rope_parameters": {**YARN, "attention_factor": 1.25}})
     assert model.layers[0].self_attn.rope.mscale == pytest.approx(1.25)
@@ -190,6 +211,7 @@ def test_nested_values_are_bounded() -> None:
     [
         ({"model_type": "ernie4_5_moe"}, "ignores the bias of the router"),
         ({"model_type": "jamba", "num_experts": 4}, "normalizes the weights of experts"),
+        ({"model_type": "mamba2", "n_groups": 8}, "normalizes all groups together"),
     ],
 )
 def test_a_class_that_computes_something_else_is_refused(

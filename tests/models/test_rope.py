@@ -217,6 +217,7 @@ def test_an_odd_number_of_dimensions_is_refused(dims: int) -> None:
     [
         ({"rope_type": "spiral"}, "rope scaling 'spiral' is not supported"),
         ({"rope_type": "linear"}, "rope scaling 'linear' lacks 'factor'"),
+        ({"rope_type": "dynamic", "alpha": 1000.0}, "'dynamic' with 'alpha' is not supported"),
         ({"rope_type": "linear", "factor": "4"}, "rope scaling 'linear' is invalid"),
         ({"rope_type": "linear", "factor": 0}, "rope scaling 'linear' is invalid"),
         ({"rope_type": "linear", "factor": math.inf}, "rope scaling 'linear' is invalid"),
