@@ -90,7 +90,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "conv_kernel": 4,
         "tie_word_embeddings": False,
     },
-    "Seed-OSS": {**_BASE, "model_type": "seed_oss"},
+    "Seed-OSS": {**_BASE, "model_type": "seed_oss", "tie_word_embeddings": False},
     "OLMoE": {
         **_BASE,
         "model_type": "olmoe",
@@ -98,6 +98,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "num_experts": 16,
         "num_experts_per_tok": 4,
+        "tie_word_embeddings": False,
     },
 }
 
