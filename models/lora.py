@@ -22,6 +22,7 @@ import mlx.nn as nn
 
 from models.base import Model, ModelError
 from models.cpu_layout import restore_methods, to_cpu_layer
+from models.gguf.layers import GgufLinear
 from models.multimodal import strip_text_prefix
 from models.quant import replace_leaves
 
@@ -231,7 +232,7 @@ class AdaptedModel:
             self._changes[name].by_adapter[index] = _Change.create(factors)
         try:
             self._check_called(weights)
-        except ModelError:
+        except Exception:
             self.remove(index)
             raise
         return index
@@ -278,7 +279,7 @@ class AdaptedModel:
 
 def _check_layer(layer: Any, name: str, factors: LoraFactors) -> None:
     """layer: the model's layer of that name, or None."""
-    if not isinstance(layer, nn.Linear | nn.QuantizedLinear):
+    if not isinstance(layer, nn.Linear | nn.QuantizedLinear | GgufLinear):
         raise ModelError(
             f"the adapter changes {name}, which is not a linear layer of the model: use an adapter "
             "that was trained on this model"
@@ -294,6 +295,8 @@ def _check_layer(layer: Any, name: str, factors: LoraFactors) -> None:
 
 def _linear_shape(layer: Any) -> tuple[int, int]:
     """Returns the numbers of outputs and inputs of a linear layer, quantized or not."""
+    if isinstance(layer, GgufLinear):
+        return layer.outputs, layer.inputs
     outputs, columns = layer.weight.shape
     return outputs, columns * 32 // layer.bits if "scales" in layer else columns
 

@@ -177,6 +177,7 @@ class FakeGenerate:
     library: "FakeLibrary" = field(default_factory=lambda: FakeLibrary())
     loaded: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
     unloaded: list[str] = field(default_factory=list[str])
+    adapters: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     defaults: dict[str, ModelDefaults] = field(default_factory=dict[str, ModelDefaults])
     tokenized: list[tuple[str, str | None, bool]] = field(
         default_factory=list[tuple[str, str | None, bool]]
@@ -329,6 +330,18 @@ class FakeGenerate:
             raise self.open_error
         self.unloaded.append(model.card.id)
         return replace(self.model_state(model), phase="unloaded")
+
+    async def load_adapter(
+        self, model: ResolvedModel, name: str, path: str, *, in_place: bool = False
+    ) -> None:
+        if self.open_error is not None:
+            raise self.open_error
+        self.adapters.append((model.card.id, name, path, *(["in place"] if in_place else [])))
+
+    async def unload_adapter(self, model: ResolvedModel, name: str) -> None:
+        if self.open_error is not None:
+            raise self.open_error
+        self.adapters.append((model.card.id, name))
 
     def list_models(self) -> Sequence[ModelCard]:
         return self.cards

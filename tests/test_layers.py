@@ -88,10 +88,12 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_describer": frozenset(
         {"app.core", "app.serving.pooling_config", "app.store", "app.text"}
     ),
+    "app.serving.adapters": frozenset({"app.core", "app.runners.pool", "app.serving.registry"}),
     "app.serving.router": frozenset(
         {
             "app.core",
             "app.images",
+            "app.serving.adapters",
             "app.serving.model_describer",
             "app.serving.registry",
             "app.serving.generation",
@@ -167,6 +169,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.model_library": frozenset(),
     "app.serving.image_input": frozenset(),
     "app.serving.model_describer": frozenset(),
+    "app.serving.adapters": frozenset(),
     "app.serving.router": frozenset(),
     "app.api": frozenset({"msgspec", "starlette", "orjson"}),
     # request bodies as structs

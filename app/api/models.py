@@ -1,5 +1,5 @@
 """Model management for administrators: /v1/models/load, /v1/models/unload, /v1/models/defaults,
-/v1/models/preview.
+/v1/models/preview, and vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
 Knows: the request bodies, the JSON form of a model's state, defaults and preview. Must not know:
 model loading, where defaults are stored, authorization, which is checked by middleware.
@@ -8,13 +8,20 @@ model loading, where defaults are stored, authorization, which is checked by mid
 import math
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from app.api.fields import invalid_request
 from app.api.openai.request import get_keep_alive
 from app.api.openai.sampling import to_tuple
-from app.api.schema.models import DEFAULTS, LOAD, MODEL, DefaultValues
+from app.api.schema.models import (
+    DEFAULTS,
+    LOAD,
+    LOAD_ADAPTER,
+    MODEL,
+    UNLOAD_ADAPTER,
+    DefaultValues,
+)
 from app.core.model_files import ModelDefaults
 from app.core.models import DownloadPreview, ModelState
 from app.core.ports import Generate, Models
@@ -54,7 +61,22 @@ def routes(
         body = await bodies.decode(request.scope, request.receive, MODEL.decode)
         return json_response(render_preview(await models.library.preview(body.model)))
 
+    async def load_adapter(request: Request) -> Response:
+        body = await bodies.decode(request.scope, request.receive, LOAD_ADAPTER.decode)
+        model = await models.resolve(body.model)
+        await models.load_adapter(model, body.lora_name, body.lora_path, in_place=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(request: Request) -> Response:
+        body = await bodies.decode(request.scope, request.receive, UNLOAD_ADAPTER.decode)
+        # without a model, the first one that has the adapter
+        model = await models.resolve(body.model or body.lora_name)
+        await models.unload_adapter(model, body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
     return [
+        Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
         Route("/v1/models/preview", preview, methods=["POST"]),
         Route("/v1/models/defaults", defaults, methods=["POST"]),
         Route("/v1/models/load", load, methods=["POST"]),

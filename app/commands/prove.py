@@ -217,7 +217,9 @@ def compare_streams(
 def _compare_request(
     endpoint: Endpoint, tolerance: float | None, request: ProofRequest
 ) -> Sequence[tuple[str, Comparison]]:
-    body = build_body(endpoint.model, request.request)
+    adapter = request.request.adapter
+    model = f"{endpoint.model}:{adapter}" if adapter else endpoint.model
+    body = build_body(model, request.request)
     expected = _strip_alternatives(request.expected)
     try:
         collected, streamed = _collect(endpoint, body), _stream(endpoint, body)

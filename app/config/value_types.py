@@ -6,7 +6,6 @@ value.
 
 import math
 import os.path
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,13 +13,12 @@ from urllib.parse import urlsplit
 
 from app.core import units
 from app.core.errors import suggest
-from app.core.settings import AdapterSettings, is_host_name, is_origin
+from app.core.settings import AdapterSettings, is_adapter_name, is_host_name, is_origin
 
 # In seconds, GiB or MiB. Larger than any practical value, but small enough for timeouts and byte
 # counts.
 MAX_NUMBER = 1_000_000_000
 
-_ADAPTER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 # longer values are truncated in messages
 _MAX_QUOTED_LENGTH = 60
@@ -255,7 +253,7 @@ def adapters() -> ValueType:
 
     def parse(word: str) -> AdapterSettings:
         name, equals, path = word.partition("=")
-        if not equals or not path or "\0" in path or not _ADAPTER_NAME.fullmatch(name):
+        if not equals or not path or "\0" in path or not is_adapter_name(name):
             raise ValueError
         return AdapterSettings(name=name, path=os.path.expanduser(path))
 

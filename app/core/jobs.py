@@ -13,7 +13,7 @@ An engine thread sends `LoadProgress` while the model loads, then `EngineReady`,
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from msgspec import Struct
 
@@ -238,7 +238,8 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class EngineReady(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The model is loaded. stats: the initial statistics, including the ledger."""
+    """The model is loaded, or its capacity has changed. stats: the current statistics, including
+    the ledger."""
 
     stats: EngineStats
     capacity: Capacity
@@ -362,7 +363,7 @@ class Job:
     0 with a grammar. prompt_logprobs: like top_logprobs, but for the prompt; `PromptLogprobs` are
     then sent before the first token. caller: the owner of the job. Scheduling is round-robin
     between callers. message_ends: the positions of the prompt at which other prompts are likely to
-    diverge, in ascending order; None if unknown. adapter: the name of the model's adapter; "" for
+    diverge, in ascending order; None if unknown. adapter: the key of the model's adapter; "" for
     none. images: the images of the prompt, in order; their rows have negative IDs in
     prompt_token_ids, see `app.core.images`.
     """
@@ -408,3 +409,45 @@ class PrefixSnapshot:
 
     nodes: tuple[PrefixNode, ...] = ()
     total_nodes: int = 0
+
+
+CallResult = TypeVar("CallResult")
+
+
+class EngineCall(Struct, Generic[CallResult], frozen=True, kw_only=True, array_like=True):
+    """A call that the engine handles between two steps, and that has a reply. A new one needs a
+    struct here, a place in `AnyEngineCall`, and a case in `app.engine.loop.Loop.call`."""
+
+
+class GetPrefixSnapshot(
+    EngineCall[PrefixSnapshot], frozen=True, kw_only=True, array_like=True, tag=True
+):
+    """Returns a snapshot of the prefix cache."""
+
+
+class SetSpareMemory(EngineCall[int], frozen=True, kw_only=True, array_like=True, tag=True):
+    """Sets the memory in bytes that cached prefixes may use in addition to the engine's memory
+    budget. Returns how much of it may be in use now, which is more than `num_bytes` if running
+    requests use memory that is taken back."""
+
+    num_bytes: int
+
+
+class LoadAdapter(EngineCall[None], frozen=True, kw_only=True, array_like=True, tag=True):
+    """Loads an adapter, which jobs then select by its key. path: its folder, or a GGUF file. Raises
+    AppError(MODEL_FILES), and then changes nothing."""
+
+    key: str
+    path: str
+
+
+class UnloadAdapter(EngineCall[None], frozen=True, kw_only=True, array_like=True, tag=True):
+    """Unloads an adapter that no job uses. Does nothing if it is not loaded."""
+
+    key: str
+
+
+AnyEngineCall = GetPrefixSnapshot | SetSpareMemory | LoadAdapter | UnloadAdapter
+
+# The values of all replies.
+EngineReply = PrefixSnapshot | int | None

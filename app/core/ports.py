@@ -11,7 +11,15 @@ from typing import Any, Literal, Protocol
 
 from app.core.events import Event
 from app.core.images import ImagePixels
-from app.core.jobs import Capacity, EngineStats, Job, JobUpdate, PrefixSnapshot
+from app.core.jobs import (
+    CallResult,
+    Capacity,
+    EngineCall,
+    EngineStats,
+    Job,
+    JobUpdate,
+    PrefixSnapshot,
+)
 from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.model_files import GenerationDefaults, ModelDefaults, ModelFiles
 from app.core.models import (
@@ -143,16 +151,10 @@ class Runner(Protocol):
 
     def status(self) -> RunnerStatus: ...
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        """Returns a snapshot of the prefix cache, once the engine has finished its current step.
-        May wait forever if the engine ends. Raises AppError as `submit` does."""
-        ...
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        """Sets the memory in bytes that cached prefixes may use in addition to the runner's memory
-        budget, between two steps. Returns how much of it may be in use now, which is more than
-        `num_bytes` if running requests use memory that is taken back. May wait forever if the
-        engine ends. Raises AppError as `submit` does, and ConnectionError."""
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        """Calls the engine, once it has finished its current step, and returns its reply. If the
+        call is cancelled, the engine may handle it nevertheless. Raises AppError as `submit` does,
+        and the AppError of the call."""
         ...
 
     async def wait_for_failure(self) -> RunnerFailure:
@@ -259,6 +261,20 @@ class Models(Protocol):
     async def unload(self, model: ResolvedModel) -> ModelState:
         """Unloads a model after its requests have finished, and returns when its memory has been
         freed. Raises AppError for a pinned model."""
+        ...
+
+    async def load_adapter(
+        self, model: ResolvedModel, name: str, path: str, *, in_place: bool = False
+    ) -> None:
+        """Loads a LoRA adapter of a model from a path on this machine. The model is loaded, too.
+        in_place: whether the adapter replaces one with the same name, which running requests
+        continue to use. Raises AppError, and then nothing has changed: INVALID if the name is taken
+        or the adapter cannot be used, MODEL_NOT_FOUND if the path does not exist."""
+        ...
+
+    async def unload_adapter(self, model: ResolvedModel, name: str) -> None:
+        """Unloads a LoRA adapter of a model after the requests that use it have finished. New
+        requests do not find it any more. Raises AppError(MODEL_NOT_FOUND)."""
         ...
 
     def get_defaults(self, model: ResolvedModel) -> ModelDefaults:

@@ -231,8 +231,9 @@ class GenerateRequest:
     return the token IDs of the prompt and the output. keep_alive: the number of seconds that the
     model stays loaded after this request; None uses the server's default. max_context: the maximum
     total number of prompt and output tokens; None uses the model's context length. caller: the name
-    of the API key. admin: whether the caller may manage models. adapter: the adapter that the name
-    of the model selects; "" for none. The server, not the client, sets caller, admin and adapter.
+    of the API key. admin: whether the caller may manage models. adapter: the key of the adapter
+    that the name of the model selects; "" for none. The server, not the client, sets caller, admin
+    and adapter.
     """
 
     model: str

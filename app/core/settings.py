@@ -25,6 +25,8 @@ _ORIGIN = re.compile(
 _HOST_NAME = re.compile(r"\.?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*", re.ASCII)
 _MAX_HOST_NAME_LENGTH = 255
 
+_ADAPTER_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
 MEBIBYTE = 1 << 20
 
 CachePolicy = Literal["single", "slots", "radix"]
@@ -74,12 +76,27 @@ def is_host_name(text: str) -> bool:
     return len(text) <= _MAX_HOST_NAME_LENGTH and _HOST_NAME.fullmatch(text.lower()) is not None
 
 
+def is_adapter_name(text: str) -> bool:
+    """Returns whether `text` can be the name of an adapter: letters, digits, '.', '_' and '-'."""
+    return _ADAPTER_NAME.fullmatch(text) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSettings:
-    """An adapter of a model. name: requests use MODEL:NAME. path: its folder."""
+    """An adapter of a model. name: requests use MODEL:NAME. path: its folder, or a GGUF file.
+    version: distinguishes those that were loaded under one name while the server runs; 0 for one
+    that was specified at startup. retired: whether only requests that had selected it before it was
+    unloaded may use it."""
 
     name: str
     path: str
+    version: int = 0
+    retired: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identifies the adapter among those of its model, during the lifetime of the server."""
+        return f"{self.name}@{self.version}" if self.version else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +297,7 @@ def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
         )
     if settings.multi_user and settings.cache != "slots":
         yield "multi_user", "--multi-user needs --cache slots"
-    names = [adapter.name for adapter in settings.adapters]
+    names = [adapter.name for adapter in settings.adapters if not adapter.retired]
     if len(names) > len(set(names)):
         yield "adapters", "two adapters have the same name: give each its own"
     if settings.cache == "single" and settings.parallel not in (None, 1):

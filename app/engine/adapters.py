@@ -5,7 +5,9 @@ clients use.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,17 +24,31 @@ from models.gguf import reader as gguf_reader
 from models.gguf.reader import GGUFError
 from models.lora import AdaptedModel, LoraFactors, read_lora_weights
 
+log = logging.getLogger(__name__)
+
+# The key of the adapter that is a part of the model.
+_DEFAULT_KEY = ""
+
 _CONFIG = "adapter_config.json"
 
 # PEFT's name, and mlx-lm's
 _WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
 
 
-class Adapters:
-    """The adapters of one model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapter:
+    """index: in the adapted model. nbytes: the size of its weights."""
 
-    nbytes: the size of their weights. has_default: whether rows without a named adapter use one,
-    too.
+    index: int
+    nbytes: int
+
+
+class Adapters:
+    """The adapters of one model, which is not copied before it has one.
+
+    has_default: whether rows without a named adapter use one, too.
+    reserve: called with the size of an adapter before its weights are read, and with the negative
+        size after it was unloaded. May raise AppError(MODEL_FILES), and the adapter is not loaded.
     """
 
     def __init__(
@@ -45,52 +61,96 @@ class Adapters:
     ) -> None:
         """Reads the adapters. config: of the model. default: the adapter that is a part of the
         model, for rows without a named one. Raises AppError(MODEL_FILES) for one that cannot be
-        used."""
-        self._adapted = AdaptedModel(model)
+        used; one that was loaded while the server runs is logged instead."""
+        self.reserve: Callable[[int], None] = lambda _: None
+        self._model = model
+        self._adapted: AdaptedModel | None = None
         self._config = get_text_config(config)
-        self._indices: dict[str, int] = {}
-        self._default: int | None = None
-        self.nbytes = 0
+        self._loaded: dict[str, _Adapter] = {}
+        self.has_default = default is not None
         if default is not None:
-            self._default = self._load(default)
+            self.load(_DEFAULT_KEY, default)
         for adapter in settings:
-            self._indices[adapter.name] = self._load(Path(adapter.path))
+            try:
+                self.load(adapter.key, Path(adapter.path))
+            except AppError as error:
+                if not adapter.version:
+                    raise
+                log.error("the adapter %s is not loaded again: %s", adapter.name, error.message)
 
     @property
-    def has_default(self) -> bool:
-        return self._default is not None
+    def nbytes(self) -> int:
+        """The size of the weights of all adapters."""
+        return sum(adapter.nbytes for adapter in self._loaded.values())
 
-    def salt(self, name: str) -> int:
-        """Returns a positive number that distinguishes the cached prefixes of this adapter."""
-        return 1 + self._indices[name]
+    def find_salt(self, key: str) -> int | None:
+        """Returns a positive number that distinguishes an adapter and its cached prefixes from
+        all others, including former ones with the same key. None if it is not loaded."""
+        found = self._loaded.get(key)
+        return None if found is None else 1 + found.index
 
-    def select(self, names: Sequence[str]) -> Model:
-        """Returns the model for the next forward pass. names: the adapter of each row; "" for a row
-        without a named one."""
-        self._adapted.select([self._indices[name] if name else self._default for name in names])
+    def select(self, salts: Sequence[int]) -> Model:
+        """Returns the model for the next forward pass. salts: of the adapter of each row; 0 for a
+        row without a named one."""
+        assert self._adapted is not None, "no adapter was loaded"
+        default = self._loaded[_DEFAULT_KEY].index if self.has_default else None
+        self._adapted.select([salt - 1 if salt else default for salt in salts])
         return self._adapted.model
 
-    def _load(self, path: Path) -> int:
-        """Returns the index of the adapter."""
+    def load(self, key: str, path: Path) -> None:
+        """Loads an adapter. Raises AppError(MODEL_FILES), and then changes nothing."""
+        assert key not in self._loaded, f"the adapter {key} is loaded"
+        if self.has_default and key != _DEFAULT_KEY:
+            raise _error(
+                path,
+                "the model contains an adapter, and supports no others: serve the model that it is "
+                "made from",
+            )
+        if self._adapted is None:
+            self._adapted = AdaptedModel(self._model)
         try:
-            index = self._adapted.add(read_adapter(path, self._config))
-        except ModelError as error:
+            factors = read_adapter(path, self._config)
+            index = self._adapted.add(factors)
+        except (ModelError, RuntimeError, ValueError) as error:  # of our checks, and of MLX
             raise _error(path, str(error)) from error
         arrays = self._adapted.parameters(index)
-        mx.eval(arrays)
-        self.nbytes += sum(array.nbytes for array in arrays)
-        return index
+        self._loaded[key] = _Adapter(index=index, nbytes=sum(array.nbytes for array in arrays))
+        try:
+            self._read(path, factors, arrays)
+        except AppError:
+            del self._loaded[key]
+            self._adapted.remove(index)
+            raise
+
+    def unload(self, key: str) -> None:
+        """Unloads an adapter that no row uses. Does nothing if it is not loaded."""
+        found = self._loaded.pop(key, None)
+        if found is not None:
+            assert self._adapted is not None, "the adapter was never added"
+            self._adapted.remove(found.index)
+            self.reserve(-found.nbytes)
+
+    def _read(
+        self, path: Path, factors: Mapping[str, LoraFactors], arrays: Sequence[mx.array]
+    ) -> None:
+        """Reads the weights, which nothing has evaluated before. arrays: made from the factors."""
+        nbytes = sum(array.nbytes for array in arrays)
+        self.reserve(nbytes)
+        halves = [half for one in factors.values() for half in (one.a, one.b)]
+        try:
+            finite = mx.all(mx.stack([mx.all(mx.isfinite(half)) for half in halves]))
+            mx.eval(finite, arrays)
+            if not finite.item():
+                raise _error(path, "some of its numbers are not finite")
+        except (AppError, RuntimeError, MemoryError) as error:
+            self.reserve(-nbytes)
+            if isinstance(error, AppError):
+                raise
+            raise _error(path, f"it cannot be read: {error}") from error
 
 
-def open_adapters(
-    model: Model, files: ModelFiles, settings: Sequence[AdapterSettings]
-) -> Adapters | None:
+def open_adapters(model: Model, files: ModelFiles, settings: Sequence[AdapterSettings]) -> Adapters:
     """Reads the adapters of a model, if it has any. Raises AppError(MODEL_FILES)."""
-    if not settings and files.adapter_path is None:
-        return None
-    if settings and files.adapter_path is not None:
-        message = f"{files.name} contains an adapter, so --adapter is not supported for it"
-        raise AppError(ErrorKind.MODEL_FILES, f"{message}: serve the model that it is made from")
     return Adapters(model, settings, config=files.config, default=files.adapter_path)
 
 

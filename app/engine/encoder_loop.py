@@ -10,16 +10,21 @@ activations of the largest forward pass.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
+from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
 from app.core.jobs import (
     Capacity,
+    EngineCall,
     EngineStats,
+    GetPrefixSnapshot,
     Job,
     Ledger,
     PrefixSnapshot,
+    SetSpareMemory,
     StepOutput,
 )
 from app.core.requests import EmbedJob
@@ -123,12 +128,15 @@ class EncoderLoop:
     def maintain_memory(self, idle_seconds: float) -> bool:
         return False
 
-    def set_spare_memory(self, num_bytes: int) -> int:
-        """Returns 0, because an encoder has no use for more memory."""
-        return 0
-
-    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
-        return PrefixSnapshot()
+    def call(self, call: EngineCall[Any]) -> Any:
+        """An encoder has neither cached prefixes nor a use for more memory."""
+        match call:
+            case GetPrefixSnapshot():
+                return PrefixSnapshot()
+            case SetSpareMemory():
+                return 0
+            case _:
+                raise AppError(ErrorKind.MODEL_FILES, "an encoder supports no adapters")
 
     def check(self) -> None:
         """There are no invariants between two steps."""

@@ -170,8 +170,7 @@ def _load(
     if not getattr(model, "may_share_pass", True):
         log.info("%s: sequences are computed one by one, because its class is mlx-lm's", files.name)
     memory = _profile_memory(model, fit, files, settings)
-    if adapters is not None:
-        memory = replace(memory, weights=memory.weights + adapters.nbytes)
+    memory = replace(memory, weights=memory.weights + adapters.nbytes)
     if kv_bytes is not None:
         memory = replace(memory, budget=memory.weights + memory.working + kv_bytes)
     if ranks is not None:
@@ -201,7 +200,15 @@ def _load(
         ),
         slab_policy=SlabPolicy(layout=settings.kv_layout),
         adapters=adapters,
+        min_kv_budget=_find_min_kv_budget(fit, memory, settings),
     )
+
+
+def _find_min_kv_budget(fit: Fit, memory: MemoryProfile, settings: Settings) -> int:
+    """Returns what a later adapter must leave for layer caches: with a configured context, what
+    that needs, so that the model can be loaded again with the adapter."""
+    length = fit.context if settings.context else min(fit.context, TYPICAL_SEQUENCE_LENGTH)
+    return min(memory.kv_budget, fit.sequences * memory.kv_footprint(length))
 
 
 def _report_conversion(model: Model, files: ModelFiles) -> None:

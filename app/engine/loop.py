@@ -32,12 +32,25 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import mlx.core as mx
 
+from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
-from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
+from app.core.jobs import (
+    MAX_SNAPSHOT_NODES,
+    Capacity,
+    EngineCall,
+    EngineStats,
+    GetPrefixSnapshot,
+    Job,
+    LoadAdapter,
+    SetSpareMemory,
+    StepOutput,
+    UnloadAdapter,
+)
 from app.core.requests import EmbedJob
 from app.core.units import pluralize
 from app.engine.adapters import Adapters
@@ -77,6 +90,11 @@ log = logging.getLogger(__name__)
 # The part of the memory budget that the features of images may use while no sequence needs them.
 _IMAGE_CACHE_SHARE = 0.05
 
+_ADAPTER_LOST = (
+    "the adapter could not be read when the model was loaded again (see the log): unload it, and "
+    "load it again"
+)
+
 # What a step computes besides decoding.
 _Work = Literal["embeddings", "image", "prompts"]
 
@@ -98,7 +116,8 @@ class Loop:
     rules, device: see `MemoryBudget`. By default, cached prefixes may use all free memory of MLX's
         device, and nothing is wired.
     slab_policy: when sequences share a slab in decode steps.
-    adapters: those of the model, if it has any.
+    adapters: those of the model; None if it cannot have any.
+    min_kv_budget: see `MemoryBudget`.
     image_cache_bytes: the maximum size of the features of images that no sequence needs. None for
         a twentieth of the memory budget.
 
@@ -123,6 +142,7 @@ class Loop:
         device: MemoryDevice | None = None,
         slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
         adapters: Adapters | None = None,
+        min_kv_budget: int = 0,
         image_cache_bytes: int | None = None,
     ) -> None:
         if not is_batch_invariant(model):
@@ -130,8 +150,9 @@ class Loop:
         if image_cache_bytes is None:
             image_cache_bytes = int(_IMAGE_CACHE_SHARE * memory.budget)
         features = ImageFeatureCache(image_cache_bytes)
-        budget = _create_budget(model, memory, prefix, limits, context, rules, device, features)
-        self.capacity: Capacity = budget.capacity
+        self._budget = budget = _create_budget(
+            model, memory, prefix, limits, context, rules, device, features, min_kv_budget
+        )
         self.on_stage: Callable[[str], None] = lambda _: None
         self._scheduler = Scheduler(prefix, budget, limits)
         self.slab = create_decode_slab(slab_policy, self._scheduler, max_rows=limits.max_running)
@@ -143,6 +164,8 @@ class Loop:
             adapters=adapters,
         )
         self._adapters = adapters
+        if adapters is not None:
+            adapters.reserve = self._scheduler.add_weights
         self._packs_prompts = self._model_runner.packs_prompts and not exact
         self._vocab = vocab
         self._context = context
@@ -185,6 +208,11 @@ class Loop:
         return self.slab is None and is_batch_invariant(self._model)
 
     @property
+    def capacity(self) -> Capacity:
+        """Changes with the size of the adapters."""
+        return self._budget.capacity
+
+    @property
     def idle(self) -> bool:
         """Whether nothing happens before the next command."""
         if self._only_pixels_missing:
@@ -194,22 +222,23 @@ class Loop:
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """Adds a job to the queue. The loop owns `matcher`, the compiled grammar of the job."""
-        salt = 0
+        salt: int | None = 0
         if job.adapter:
             assert self._adapters is not None, "the model has no adapters"
-            salt = self._adapters.salt(job.adapter)
+            salt = self._adapters.find_salt(job.adapter)
         self._only_pixels_missing = False
         if job.images:
             job = self._check_images(job)
-        self._scheduler.add(
-            Sequence(
-                job,
-                vocab=self._vocab,
-                matcher=matcher,
-                cache_salt=salt,
-                atomic_images=self._atomic_images,
-            )
+        sequence = Sequence(
+            job,
+            vocab=self._vocab,
+            matcher=matcher,
+            cache_salt=salt or 0,
+            atomic_images=self._atomic_images,
         )
+        self._scheduler.add(sequence)
+        if salt is None:
+            self._outputs.fail(sequence, _ADAPTER_LOST)
 
     def _check_images(self, job: Job) -> Job:
         """Returns the job with a length that needs no context shift, which would move or cut
@@ -285,12 +314,28 @@ class Loop:
         changed. idle_seconds: the number of seconds without work."""
         return self._scheduler.maintain_memory(idle_seconds)
 
-    def set_spare_memory(self, num_bytes: int) -> int:
-        """See `MemoryBudget.set_spare_memory`. Called between two steps."""
-        return self._scheduler.set_spare_memory(num_bytes)
+    def call(self, call: EngineCall[Any]) -> Any:
+        """Handles a call between two steps. Raises AppError."""
+        match call:
+            case GetPrefixSnapshot():
+                return self._scheduler.prefix_snapshot(MAX_SNAPSHOT_NODES)
+            case SetSpareMemory():
+                return self._scheduler.set_spare_memory(call.num_bytes)
+            case LoadAdapter():
+                if self._adapters is None:
+                    raise AppError(ErrorKind.MODEL_FILES, "the model supports no adapters")
+                return self._adapters.load(call.key, Path(call.path))
+            case UnloadAdapter():
+                return self._unload_adapter(call.key)
+            case _:
+                raise AssertionError(call)
 
-    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
-        return self._scheduler.prefix_snapshot(max_nodes)
+    def _unload_adapter(self, key: str) -> None:
+        if self._adapters is not None:
+            salt = self._adapters.find_salt(key)
+            sequences = (*self._scheduler.waiting, *self._scheduler.running)
+            assert salt not in [s.cache_salt for s in sequences], "a job uses the adapter"
+            self._adapters.unload(key)
 
     def check(self) -> None:
         """Asserts the invariants that hold between two steps."""
@@ -587,6 +632,7 @@ def _create_budget(
     rules: MemoryRules | None,
     device: MemoryDevice | None,
     features: ImageFeatureCache,
+    min_kv_budget: int,
 ) -> MemoryBudget:
     return MemoryBudget(
         memory,
@@ -597,5 +643,6 @@ def _create_budget(
         rules=rules,
         device=device,
         features=features,
+        min_kv_budget=min_kv_budget,
         vision=_find_tower(model) is not None,
     )

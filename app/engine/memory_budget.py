@@ -8,8 +8,11 @@ budget.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 
+from app.core.errors import AppError, ErrorKind
 from app.core.jobs import Capacity, ComputeBackend, Ledger
+from app.core.units import format_memory
 from app.engine.image_cache import ImageFeatureCache
 from app.engine.memory_policy import MemoryPressure, MemoryRules, adjust_prefix_limit
 from app.engine.memory_profile import MemoryProfile
@@ -36,7 +39,8 @@ Growth = Mapping[Sequence, int]
 
 class MemoryBudget:
     """The memory budget of one engine. `context` is the maximum number of positions per sequence
-    that the model and the configuration allow."""
+    that the model and the configuration allow. min_kv_budget: the number of bytes that must remain
+    for layer caches when the weights grow."""
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class MemoryBudget:
         rules: MemoryRules | None = None,
         device: MemoryDevice | None = None,
         features: ImageFeatureCache | None = None,
+        min_kv_budget: int = 0,
         vision: bool = False,
     ) -> None:
         self._memory = memory
@@ -66,19 +71,31 @@ class MemoryBudget:
         self.slab_bytes = 0  # for the slabs of decode steps, in addition to the sequences
         self._spare_bytes = self._desired_spare_bytes = 0  # see `set_spare_memory`
         self._give_back_slab: Callable[[], None] = lambda: None  # sets slab_bytes to 0
-        fits = memory.max_context(context)
+        self._context = context
+        self._min_kv_budget = min_kv_budget
         self.capacity = Capacity(
             parallel=parallel,
-            context_length=fits,
-            kv_budget=memory.kv_budget,
-            kv_bytes_per_sequence=memory.kv_footprint(fits),
-            limited_by_memory=fits < context,
+            context_length=0,  # set below
+            kv_budget=0,
+            kv_bytes_per_sequence=0,
             hidden_size=memory.hidden_size,
             needs_checkpoints=prefix.needs_checkpoints,
             backend=backend,
             kv_dtype=memory.kv_dtype,
             wirable=self._rules.wirable,
             vision=vision,
+        )
+        self._update_capacity()
+
+    def _update_capacity(self) -> None:
+        memory, context = self._memory, self._context
+        fits = memory.max_context(context)
+        self.capacity = replace(
+            self.capacity,
+            context_length=fits,
+            kv_budget=memory.kv_budget,
+            kv_bytes_per_sequence=memory.kv_footprint(fits),
+            limited_by_memory=fits < context,
         )
 
     @property
@@ -233,6 +250,33 @@ class MemoryBudget:
             self._evict_layers(int(_LAYERS_KEPT_SHARE * most))
         self._cover_wired(running)
 
+    def add_weights(self, num_bytes: int, running: Ids[Sequence]) -> None:
+        """Adds the size of weights that are about to be loaded, or subtracts that of freed ones.
+        Evicts cached prefixes for them. If that does not suffice, the next step preempts the
+        youngest sequences. A sequence that has been submitted before may still have the length
+        that was possible then, if necessary as the only one. Raises AppError(MODEL_FILES), and then
+        changes nothing, if too little memory would remain."""
+        memory = replace(self._memory, weights=self._memory.weights + num_bytes)
+        if num_bytes > 0 and memory.kv_budget < self._min_kv_budget:
+            most = max(0, self._memory.kv_budget - self._min_kv_budget)
+            raise AppError(
+                ErrorKind.MODEL_FILES,
+                f"the adapter needs {format_memory(num_bytes)}, but the memory budget has "
+                f"{format_memory(most)} for adapters: unload another one, or serve the model with "
+                "a smaller --context or with more --memory",
+            )
+        change = memory.kv_budget - self._memory.kv_budget
+        self._memory = memory
+        self._update_capacity()
+        if self._rules.prefix_limit is None:
+            self._change_prefix_limit(change)
+        self._evict_until_free(0, running)
+
+    def _change_prefix_limit(self, change: int) -> None:
+        self._full_prefix_limit += change
+        # Memory pressure may have lowered the limit, which then rises by the change only.
+        self._prefix_limit = min(self._full_prefix_limit, self._prefix_limit + max(0, change))
+
     def set_spare_memory(self, num_bytes: int, running: Ids[Sequence]) -> int:
         """Sets the memory that this engine may use in addition to its budget, until it is set to
         less. Only cached prefixes use it, so it can be taken back between two steps, and requests
@@ -246,10 +290,7 @@ class MemoryBudget:
         before, self._desired_spare_bytes = self._spare_bytes, num_bytes
         self._spare_bytes = max(num_bytes, min(before, in_use))
         if self._rules.prefix_limit is None:
-            change = self._spare_bytes - before
-            self._full_prefix_limit += change
-            # Memory pressure may have lowered the limit, which then rises by the change only.
-            self._prefix_limit = min(self._full_prefix_limit, self._prefix_limit + max(0, change))
+            self._change_prefix_limit(self._spare_bytes - before)
         if self._spare_bytes < before:
             self._evict_until_free(0, running)
             self._device.trim()

@@ -342,9 +342,9 @@ class ModelRunner:
         this is the model itself."""
         if self._adapters is None:
             return self._model
-        names = [sequence.job.adapter for sequence in rows]
-        is_used = any(names) or self._adapters.has_default
-        return self._adapters.select(names) if is_used else self._model
+        salts = [sequence.cache_salt for sequence in rows]
+        is_used = any(salts) or self._adapters.has_default
+        return self._adapters.select(salts) if is_used else self._model
 
     def _compute_prompt_logprobs(self, sequence: Sequence, hidden: mx.array) -> None:
         """Computes the log probabilities of the next prompt tokens.

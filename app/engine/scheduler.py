@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from collections.abc import Sequence as Ids
 from contextlib import contextmanager
 
+from app.core.errors import AppError
 from app.core.jobs import Ledger, PrefixSnapshot
 from app.core.units import pluralize
 from app.engine.memory_budget import MemoryBudget
@@ -200,6 +201,11 @@ class Scheduler:
             return self._budget.set_spare_memory(num_bytes, self._running)
         return self._budget.spare_bytes
 
+    def add_weights(self, num_bytes: int) -> None:
+        """See `MemoryBudget.add_weights`."""
+        with self._lose_prefixes_on_error("evicting cached prefixes for weights"):
+            self._budget.add_weights(num_bytes, self._running)
+
     def requeue(self, sequence: Sequence) -> None:
         """Puts a sequence without caches at the front of the queue. Its in-flight token may still
         be read."""
@@ -217,10 +223,10 @@ class Scheduler:
     def _lose_prefixes_on_error(self, doing: str) -> Generator[None]:
         """If an exception is raised in the context, only cached prefixes are lost: the prefix cache
         has dropped what it could not store or shrink, and no request fails. Violated assertions are
-        bugs, and are raised."""
+        bugs, and are raised, as is AppError."""
         try:
             yield
-        except AssertionError:
+        except (AssertionError, AppError):
             raise
         except Exception:
             log.exception("%s failed: cached prefixes are lost", doing)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -25,8 +25,9 @@ from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
 from app.core.jobs import (
     IDLE,
-    MAX_SNAPSHOT_NODES,
+    CallResult,
     Capacity,
+    EngineCall,
     EngineFailed,
     EngineMessage,
     EngineReady,
@@ -34,7 +35,6 @@ from app.core.jobs import (
     Heartbeat,
     Job,
     LoadProgress,
-    PrefixSnapshot,
     StepOutput,
 )
 from app.core.requests import EmbedJob
@@ -88,14 +88,9 @@ class _Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inspect:
-    done: Callable[[PrefixSnapshot], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SetSpareMemory:
-    num_bytes: int
-    done: Callable[[int], None]
+class _Call:
+    call: EngineCall[Any]
+    done: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +98,7 @@ class _Stop:
     pass
 
 
-_Command = _Submit | _Embed | _ProvideImages | _Cancel | _Probe | _Inspect | _SetSpareMemory | _Stop
+_Command = _Submit | _Embed | _ProvideImages | _Cancel | _Probe | _Call | _Stop
 
 
 class EngineLoop(Protocol):
@@ -136,9 +131,7 @@ class EngineLoop(Protocol):
 
     def maintain_memory(self, idle_seconds: float) -> bool: ...
 
-    def set_spare_memory(self, num_bytes: int) -> int: ...
-
-    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot: ...
+    def call(self, call: EngineCall[Any]) -> Any: ...
 
     def check(self) -> None: ...
 
@@ -196,14 +189,12 @@ class EngineThread:
         can also accept a job."""
         self._commands.put(_Probe(done=done))
 
-    def inspect(self, done: Callable[[PrefixSnapshot], None]) -> None:
-        """Calls `done` on the thread with a snapshot of the prefix cache, between two steps."""
-        self._commands.put(_Inspect(done=done))
-
-    def set_spare_memory(self, num_bytes: int, done: Callable[[int], None]) -> None:
-        """Sets the memory for cached prefixes in addition to the budget, between two steps. Calls
-        `done` on the thread with the result of `EngineLoop.set_spare_memory`."""
-        self._commands.put(_SetSpareMemory(num_bytes=num_bytes, done=done))
+    def call(
+        self, call: EngineCall[CallResult], done: Callable[[CallResult | AppError], None]
+    ) -> None:
+        """Handles a call between two steps. Calls `done` on the thread with the reply, or with the
+        AppError that the call has raised, after changed statistics or capacities were posted."""
+        self._commands.put(_Call(call=call, done=done))
 
     def stop(self) -> None:
         """Asks the thread to end. It ends between two steps."""
@@ -298,13 +289,22 @@ class EngineThread:
                 loop.cancel(command.job, keep=command.keep)
             case _Probe():
                 command.done()
-            case _Inspect():
-                command.done(loop.prefix_snapshot(MAX_SNAPSHOT_NODES))
-            case _SetSpareMemory():
-                command.done(loop.set_spare_memory(command.num_bytes))
-                self._post(StepOutput(updates=(), stats=loop.stats()))
+            case _Call():
+                self._handle_call(command, loop)
             case _Stop():
                 self._stopping = True
+
+    def _handle_call(self, command: _Call, loop: EngineLoop) -> None:
+        capacity, stats = loop.capacity, loop.stats()
+        try:
+            reply = loop.call(command.call)
+        except AppError as error:
+            reply = error
+        if loop.capacity != capacity:
+            self._post(EngineReady(stats=loop.stats(), capacity=loop.capacity))
+        elif loop.stats() != stats:
+            self._post(StepOutput(updates=(), stats=loop.stats()))
+        command.done(reply)
 
 
 def format_exception(error: BaseException) -> str:

@@ -30,6 +30,8 @@ _ADMIN_PATHS = frozenset(
         "/v1/models/load",
         "/v1/models/preview",
         "/v1/models/unload",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/api/pull",
         "/api/push",
         "/api/create",

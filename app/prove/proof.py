@@ -212,14 +212,19 @@ class Proof:
         self, engine: ProofEngine, number: int, spec: ConversationSpec
     ) -> Iterator[ProofRequest]:
         """Holds a conversation. Ends early if the context is full."""
+        # Conversations alternate between the adapters and the model without one.
+        adapters = [*(adapter.name for adapter in self._settings.adapters), ""]
+        adapter = adapters[number % len(adapters)]
+        kind = f"{spec.label}, adapter {adapter}" if adapter else spec.label
         messages: list[Message] = []
         for turn, question in enumerate(spec.questions):
             if turn == 0 and spec.long_text:
                 question = f"{question} {self._clip(spec.long_text, engine.capacity)}"
             messages.append(Message(role="user", content=question))
-            label = f"conversation {number + 1} ({spec.label}), turn {turn + 1}"
+            label = f"conversation {number + 1} ({kind}), turn {turn + 1}"
             request = GenerateRequest(
                 model=self._files.name,
+                adapter=adapter,
                 prompt=Conversation(messages=tuple(messages)),
                 sampling=spec.sampling,
                 grammar=spec.grammar,

@@ -16,8 +16,10 @@ from typing import Protocol, assert_never
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
 from app.core.jobs import (
+    CallResult,
     Capacity,
     Ended,
+    EngineCall,
     EngineFailed,
     EngineMessage,
     EngineReady,
@@ -25,7 +27,6 @@ from app.core.jobs import (
     Job,
     JobUpdate,
     LoadProgress,
-    PrefixSnapshot,
     Started,
     StepOutput,
 )
@@ -70,13 +71,8 @@ class EngineClient(Protocol):
         AppError(TOO_LARGE)."""
         ...
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        """Implements `Runner.get_prefix_snapshot` for a ready engine. May raise
-        ConnectionError."""
-        ...
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        """Implements `Runner.set_spare_memory` for a ready engine."""
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        """Implements `Runner.call` for a ready engine. May wait forever if the engine ends."""
         ...
 
 
@@ -226,15 +222,19 @@ class Dispatcher:
             raise AppError(ErrorKind.ENGINE, embedded.error)
         return embedded.vectors
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        """Implements `Runner.get_prefix_snapshot`."""
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        """Implements `Runner.call`."""
         self._check_ready()
-        return await self.engine.get_prefix_snapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        """Implements `Runner.set_spare_memory`."""
-        self._check_ready()
-        return await self.engine.set_spare_memory(num_bytes)
+        reply = asyncio.create_task(self.engine.call(call))
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait({reply, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not reply.done():
+                raise await self.get_failure()
+            return reply.result()
+        finally:
+            reply.cancel()
+            ended.cancel()
 
     def receive(self, message: EngineMessage) -> None:
         if self._failure is not None:

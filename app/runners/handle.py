@@ -20,7 +20,17 @@ from msgspec import structs
 
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import ModelLoading
-from app.core.jobs import CacheMissReason, Capacity, EngineStats, Job, PrefixSnapshot
+from app.core.jobs import (
+    CacheMissReason,
+    CallResult,
+    Capacity,
+    EngineCall,
+    EngineStats,
+    GetPrefixSnapshot,
+    Job,
+    PrefixSnapshot,
+    SetSpareMemory,
+)
 from app.core.model_files import ModelFiles
 from app.core.models import MemoryRequirement, ModelPhase, ModelState, ServedModel
 from app.core.ports import ReservedSlots, Runner, RunnerFailure, RunnerStatus, Submission
@@ -175,8 +185,17 @@ class ModelHandle:
         if runner is None:
             return None
         if self._snapshots is None:
-            self._snapshots = SnapshotRefresh(runner.get_prefix_snapshot)
+            self._snapshots = SnapshotRefresh(lambda: runner.call(GetPrefixSnapshot()))
         return self._snapshots.get()
+
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        """Calls the engine, for callers that hold a lease. Raises AppError."""
+        with self._redacting_errors():
+            runner = await self.get_runner()
+            reply = await runner.call(call)
+            if runner is self._runner:
+                self.capacity = runner.status().capacity
+            return reply
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
         """Implements `RunnerSource.get_runner`, for requests that hold a lease. The lease makes the
@@ -267,8 +286,8 @@ class ModelHandle:
 
     async def _set_spare_memory(self, runner: Runner, num_bytes: int) -> None:
         try:
-            now = await runner.set_spare_memory(num_bytes)
-        except (AppError, ConnectionError):
+            now = await runner.call(SetSpareMemory(num_bytes=num_bytes))
+        except AppError:
             return  # the runner is ending, which frees all of its memory
         finally:
             self._spare_memory_task = None

@@ -13,22 +13,24 @@ import asyncio
 import logging
 import math
 import os
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import assert_never, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
 from app.core.jobs import (
     IDLE,
+    AnyEngineCall,
+    CallResult,
+    EngineCall,
     EngineFailed,
     EngineReady,
+    EngineReply,
     Heartbeat,
     Job,
     LoadProgress,
-    PrefixSnapshot,
     StepOutput,
 )
 from app.core.model_files import ModelFiles
@@ -41,22 +43,20 @@ from app.runners.child_process import ChildProcess, ProcessExit
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.restart_policy import RUNNER_CRASHED, stop_grace
 from app.runners.worker_protocol import (
+    Call,
+    CallReply,
     Cancel,
     Command,
     Embed,
     Embedded,
     EventJoiner,
-    GetPrefixSnapshot,
     JobAccepted,
     JobReceived,
-    JobRejected,
-    PrefixSnapshotReply,
     Probe,
     ProbeReply,
     PromptScoresChunk,
     ProvideImages,
-    SetSpareMemory,
-    SpareMemorySet,
+    Rejected,
     Submit,
     WorkerEvent,
     WorkerInit,
@@ -166,23 +166,30 @@ class WorkerClient:
     def __init__(self, channel: Channel[WorkerEvent], dispatcher: Dispatcher) -> None:
         self._channel = channel
         self._dispatcher = dispatcher
-        self._replies: dict[str, asyncio.Future[AppError | None]] = {}  # by job
-        self._snapshots: deque[asyncio.Future[PrefixSnapshot]] = deque()
-        self._spare_memory: deque[asyncio.Future[int]] = deque()
+        self._replies: dict[str, asyncio.Future[EngineReply]] = {}  # by job or call
+        self._num_calls = 0
         self._joiner = EventJoiner()
         channel.closed.add_done_callback(lambda _: self._end_replies())
 
     async def submit(self, job: Job) -> None:
-        reply = self._replies[job.id] = asyncio.get_running_loop().create_future()
+        await self._request(job.id, Submit(job=job))
+
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        self._num_calls += 1
+        id = f"call {self._num_calls}"
+        command = Call(id=id, call=cast("AnyEngineCall", call))
+        return cast("CallResult", await self._request(id, command))
+
+    async def _request(self, id: str, command: Submit | Call) -> EngineReply:
+        """Sends a command and returns its reply. Raises AppError."""
+        reply = self._replies[id] = asyncio.get_running_loop().create_future()
         try:
-            self._send_job(Submit(job=job))
-            error = await reply
+            self._send_job(command)
+            return await reply
         except ConnectionError:
             raise await self._dispatcher.get_failure() from None
         finally:
-            del self._replies[job.id]
-        if error is not None:
-            raise error
+            del self._replies[id]
 
     def embed(self, job: EmbedJob) -> None:
         with suppress(ConnectionError):  # the dispatcher ends the job
@@ -197,31 +204,12 @@ class WorkerClient:
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._channel.send(Cancel(job=job, keep=keep))
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        """Implements `EngineClient.get_prefix_snapshot`."""
-        if self._channel.closed.done():
-            raise ConnectionError("the channel is closed")
-        reply: asyncio.Future[PrefixSnapshot] = asyncio.get_running_loop().create_future()
-        self._snapshots.append(reply)
-        self._channel.send(GetPrefixSnapshot())
-        return await reply
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        """Implements `EngineClient.set_spare_memory`."""
-        if self._channel.closed.done():
-            raise ConnectionError("the channel is closed")
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._spare_memory.append(reply)
-        self._channel.send(SetSpareMemory(num_bytes=num_bytes))
-        return await reply
-
     def receive(
         self,
         reply: JobReceived
         | JobAccepted
-        | JobRejected
-        | PrefixSnapshotReply
-        | SpareMemorySet
+        | Rejected
+        | CallReply
         | PromptScoresChunk
         | Embedded
         | StepOutput,
@@ -231,23 +219,19 @@ class WorkerClient:
                 self._dispatcher.receive(self._joiner.join_step(reply))
             case JobReceived():
                 self._dispatcher.mark_received(reply.job)
-            case JobAccepted() | JobRejected():
+            case JobAccepted():
                 self._dispatcher.mark_received(reply.job)
-                self._end_reply(reply)
+                self._end_reply(reply.job, None)
+            case Rejected():
+                self._dispatcher.mark_received(reply.id)
+                self._end_reply(reply.id, reply.to_error())
+            case CallReply():
+                self._end_reply(reply.id, reply.reply)
             case PromptScoresChunk():
                 self._joiner.add_scores(reply)
             case Embedded():
                 if (result := self._joiner.join_embeddings(reply)) is not None:
                     self._dispatcher.finish_embedding(result)
-            case PrefixSnapshotReply():
-                # Replies arrive in order. An abandoned request is in the list, too.
-                snapshot = self._snapshots.popleft()
-                if not snapshot.done():
-                    snapshot.set_result(reply.snapshot)
-            case SpareMemorySet():
-                spare_memory = self._spare_memory.popleft()
-                if not spare_memory.done():
-                    spare_memory.set_result(reply.num_bytes)
             case _:
                 assert_never(reply)
 
@@ -260,15 +244,19 @@ class WorkerClient:
         except MessageTooLargeError as error:
             raise AppError(ErrorKind.TOO_LARGE, f"the request is too large: {error}") from error
 
-    def _end_reply(self, answer: JobAccepted | JobRejected) -> None:
+    def _end_reply(self, id: str, value: EngineReply | AppError) -> None:
         # If the client has disconnected, no call waits for the reply.
-        reply = self._replies.get(answer.job)
-        if reply is not None and not reply.done():
-            reply.set_result(answer.to_error() if isinstance(answer, JobRejected) else None)
+        reply = self._replies.get(id)
+        if reply is None or reply.done():
+            return
+        if isinstance(value, AppError):
+            reply.set_exception(value)
+        else:
+            reply.set_result(value)
 
     def _end_replies(self) -> None:
         """Ends all calls that wait for a reply, because the channel is closed."""
-        for reply in (*self._replies.values(), *self._snapshots, *self._spare_memory):
+        for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ConnectionError("the process has closed its channel"))
 
@@ -307,11 +295,8 @@ class ProcessRunner:
         status, process = self._dispatcher.status(), self._process
         return replace(status, pid=process.pid) if process and process.alive else status
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return await self._dispatcher.get_prefix_snapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        return await self._dispatcher.set_spare_memory(num_bytes)
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        return await self._dispatcher.call(call)
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await self._dispatcher.wait_for_failure()

@@ -9,10 +9,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from app.core.errors import AppError
-from app.core.jobs import PrefixSnapshot
+from app.core.jobs import CallResult, PrefixSnapshot
 
 # The minimum number of seconds between two snapshots, however many clients watch.
 REFRESH_SECONDS = 1.0
@@ -20,20 +19,24 @@ REFRESH_SECONDS = 1.0
 # The timeout in seconds of a fetch. A step of the engine may take this long.
 _FETCH_TIMEOUT = 30.0
 
-_Reply = TypeVar("_Reply")
 
-
-async def call_engine(command: Callable[[Callable[[_Reply], None]], None]) -> _Reply:
-    """Returns the value that `command` passes to its argument, which it may call on another thread.
-    Waits forever if `command` never calls it."""
+async def call_engine(
+    command: Callable[[Callable[[CallResult | AppError], None]], None],
+) -> CallResult:
+    """Returns the value that `command` passes to its argument, which it may call on another thread,
+    or raises it if it is an AppError. Waits forever if `command` never calls it."""
     loop = asyncio.get_running_loop()
-    reply: asyncio.Future[_Reply] = loop.create_future()
+    reply: asyncio.Future[CallResult] = loop.create_future()
 
-    def set_result(value: _Reply) -> None:
-        if not reply.done():
+    def set_result(value: CallResult | AppError) -> None:
+        if reply.done():
+            return
+        if isinstance(value, AppError):
+            reply.set_exception(value)
+        else:
             reply.set_result(value)
 
-    def post(value: _Reply) -> None:
+    def post(value: CallResult | AppError) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(set_result, value)
 
@@ -43,7 +46,7 @@ async def call_engine(command: Callable[[Callable[[_Reply], None]], None]) -> _R
 
 class SnapshotRefresh:
     """The last snapshot of one runner. fetch: gets a snapshot from the engine. It may raise
-    AppError or ConnectionError, for example if the engine has ended."""
+    AppError, for example if the engine has ended."""
 
     def __init__(self, fetch: Callable[[], Awaitable[PrefixSnapshot]]) -> None:
         self._fetch = fetch
@@ -66,7 +69,7 @@ class SnapshotRefresh:
             self._task.cancel()
 
     async def _refresh(self) -> None:
-        with suppress(AppError, ConnectionError, TimeoutError):
+        with suppress(AppError, TimeoutError):
             async with asyncio.timeout(_FETCH_TIMEOUT):
                 self._latest = await self._fetch()
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
-from app.core.jobs import IDLE, EngineMessage, Job, PrefixSnapshot
+from app.core.jobs import IDLE, CallResult, EngineCall, EngineMessage, Job
 from app.core.model_files import ModelFiles
 from app.core.ports import RunnerFailure, RunnerStatus
 from app.core.requests import EmbedJob, Grammar
@@ -97,11 +97,8 @@ class ThreadRunner:
         stall = self._stall_message()
         return status if stall is None else replace(status, state="stalled", error=stall)
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return await self._dispatcher.get_prefix_snapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        return await self._dispatcher.set_spare_memory(num_bytes)
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        return await self._dispatcher.call(call)
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await self._dispatcher.wait_for_failure()
@@ -187,8 +184,5 @@ class _ThreadClient:
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self._thread.cancel(job, keep=keep)
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return await call_engine(self._thread.inspect)
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        return await call_engine(partial(self._thread.set_spare_memory, num_bytes))
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        return await call_engine(partial(self._thread.call, call))

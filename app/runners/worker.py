@@ -15,15 +15,17 @@ from collections import deque
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, assert_never
+from typing import Any, NoReturn, assert_never, cast
 
 from msgspec.structs import replace
 
 from app.core.errors import AppError, ErrorKind
 from app.core.jobs import (
     Capacity,
+    EngineCall,
     EngineMessage,
     EngineReady,
+    EngineReply,
     EngineStats,
     Job,
     LoadProgress,
@@ -39,19 +41,17 @@ from app.runners.channel import Channel
 from app.runners.restart_policy import stop_grace
 from app.runners.snapshot_refresh import call_engine
 from app.runners.worker_protocol import (
+    Call,
+    CallReply,
     Cancel,
     Command,
     Embed,
-    GetPrefixSnapshot,
     JobAccepted,
     JobReceived,
-    JobRejected,
-    PrefixSnapshotReply,
     Probe,
     ProbeReply,
     ProvideImages,
-    SetSpareMemory,
-    SpareMemorySet,
+    Rejected,
     Submit,
     WorkerEvent,
     WorkerInit,
@@ -179,10 +179,8 @@ class Worker:
                 self._thread.cancel(command.job, keep=command.keep)
             case Probe():
                 self._probe()
-            case GetPrefixSnapshot():
-                self._start_task(self._send_prefix_snapshot())
-            case SetSpareMemory():
-                self._start_task(self._set_spare_memory(command.num_bytes))
+            case Call():
+                self._start_task(self._call_engine(command))
             case _:
                 assert_never(command)
 
@@ -200,13 +198,13 @@ class Worker:
         try:
             matcher = await self._grammars.compile_async(grammar, job.stop_token_ids, job.caller)
         except AppError as error:
-            self._send(JobRejected.from_error(job.id, error))
+            self._send(Rejected.from_error(job.id, error))
         except MemoryError as error:
             _exit_failed(error)
         except Exception as error:
             log.exception("compiling a grammar failed")
             failure = AppError(ErrorKind.ENGINE, format_exception(error))
-            self._send(JobRejected.from_error(job.id, failure))
+            self._send(Rejected.from_error(job.id, failure))
         else:
             self._thread.submit(job, matcher)
             self._send(JobAccepted(job=job.id))
@@ -220,12 +218,14 @@ class Worker:
     def _note_probe(self) -> None:
         self._probe_taken = True
 
-    async def _send_prefix_snapshot(self) -> None:
-        self._send(PrefixSnapshotReply(snapshot=await call_engine(self._thread.inspect)))
-
-    async def _set_spare_memory(self, num_bytes: int) -> None:
-        now = await call_engine(partial(self._thread.set_spare_memory, num_bytes))
-        self._send(SpareMemorySet(num_bytes=now))
+    async def _call_engine(self, command: Call) -> None:
+        call = cast("EngineCall[EngineReply]", command.call)
+        try:
+            reply = await call_engine(partial(self._thread.call, call))
+        except AppError as error:
+            self._send(Rejected.from_error(command.id, error))
+        else:
+            self._send(CallReply(id=command.id, reply=reply))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

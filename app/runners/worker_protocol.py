@@ -17,12 +17,13 @@ from msgspec.structs import replace
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
 from app.core.jobs import (
+    AnyEngineCall,
     EngineFailed,
     EngineReady,
+    EngineReply,
     Heartbeat,
     Job,
     LoadProgress,
-    PrefixSnapshot,
     PromptLogprobs,
     StepOutput,
 )
@@ -59,7 +60,7 @@ class WorkerInit(Struct, frozen=True, kw_only=True, array_like=True):
 
 class Submit(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The process replies with `JobReceived`, if it must compile a grammar, and then with
-    `JobAccepted` or `JobRejected`."""
+    `JobAccepted` or `Rejected`."""
 
     job: Job
 
@@ -88,14 +89,11 @@ class Probe(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """The process replies with `ProbeReply`."""
 
 
-class GetPrefixSnapshot(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The process replies with `PrefixSnapshotReply`."""
+class Call(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """A call of the engine. The process replies with `CallReply` or `Rejected`."""
 
-
-class SetSpareMemory(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """See `Runner.set_spare_memory`. The process replies with `SpareMemorySet`."""
-
-    num_bytes: int
+    id: str
+    call: AnyEngineCall
 
 
 class JobReceived(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -111,10 +109,10 @@ class JobAccepted(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     job: str
 
 
-class JobRejected(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The AppError that rejected a job. message: its `marked_message`."""
+class Rejected(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """The AppError that rejected a job or a call. message: its `marked_message`."""
 
-    job: str
+    id: str
     kind: ErrorKind
     message: str
     param: str | None = None
@@ -122,9 +120,9 @@ class JobRejected(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     retry_after: int | None = None
 
     @staticmethod
-    def from_error(job: str, error: AppError) -> "JobRejected":
-        return JobRejected(
-            job=job,
+    def from_error(id: str, error: AppError) -> "Rejected":
+        return Rejected(
+            id=id,
             kind=error.kind,
             message=error.marked_message,
             param=error.param,
@@ -142,22 +140,19 @@ class JobRejected(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
         )
 
 
+class CallReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """reply: of the call with that ID."""
+
+    id: str
+    reply: EngineReply
+
+
 class ProbeReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """takes_commands: whether the engine has taken the command that the last probe put into its
     queue, as it would take a job."""
 
     heartbeat: Heartbeat
     takes_commands: bool
-
-
-class PrefixSnapshotReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    snapshot: PrefixSnapshot
-
-
-class SpareMemorySet(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """num_bytes: the result of `Runner.set_spare_memory`."""
-
-    num_bytes: int
 
 
 class PromptScoresChunk(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -178,7 +173,7 @@ class Embedded(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     is_last: bool
 
 
-Command = Submit | Embed | ProvideImages | Cancel | Probe | GetPrefixSnapshot | SetSpareMemory
+Command = Submit | Embed | ProvideImages | Cancel | Probe | Call
 
 WorkerEvent = (
     LoadProgress
@@ -186,10 +181,9 @@ WorkerEvent = (
     | EngineFailed
     | JobReceived
     | JobAccepted
-    | JobRejected
+    | Rejected
+    | CallReply
     | ProbeReply
-    | PrefixSnapshotReply
-    | SpareMemorySet
     | PromptScoresChunk
     | Embedded
     | StepOutput

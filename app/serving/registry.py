@@ -19,7 +19,7 @@ from app import store
 from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.model_files import ModelDefaults, ModelFiles
 from app.core.models import ServedModel
-from app.core.settings import ModelSettings, Settings
+from app.core.settings import AdapterSettings, ModelSettings, Settings
 from app.core.units import pluralize
 from app.engine.model_info import complete_config
 from app.store.library_names import find_equivalent
@@ -80,6 +80,8 @@ class ModelRegistry:
         self._scan_task: asyncio.Task[None] | None = None
         self._verify_tasks: _Tasks = {}
         self._update_tasks: _Tasks = {}
+        self._adapters: dict[str, tuple[AdapterSettings, ...]] = {}  # by model, where changed
+        self._startup_models: Mapping[str, ServedModel] = {}
         self._set_startup_models(entries, settings, _index_defaults(settings))
 
     def _set_startup_models(
@@ -89,7 +91,14 @@ class ModelRegistry:
         defaults: dict[str, ModelDefaults],
     ) -> None:
         """Raises AppError(INVALID) for two models with the same name, and then changes nothing."""
-        self._startup_models = _index_by_name(entries, defaults)
+        before, after = self._startup_models, _index_by_name(entries, defaults)
+        self._startup_models = after
+        # The adapters of a model that a reload changes or removes are as the reload says.
+        self._adapters = {
+            name: adapters
+            for name, adapters in self._adapters.items()
+            if _find_adapters(before.get(name)) == _find_adapters(after.get(name))
+        }
         self._settings, self._defaults = settings, defaults
         self._named = {entry.served.name: self._with_defaults(entry) for entry in entries}
         self._aliases = self._collect_aliases()
@@ -192,6 +201,13 @@ class ModelRegistry:
         entry = self._with_defaults(RegisteredModel(served=served, files=found))
         entries = self._named if name in self._named else self._installed
         entries[name] = entry
+        return entry
+
+    def set_adapters(self, name: str, adapters: Sequence[AdapterSettings]) -> RegisteredModel:
+        """Replaces the adapters of a known model and returns its entry."""
+        self._adapters[name] = tuple(adapters)
+        entries = self._named if name in self._named else self._installed
+        entry = entries[name] = self._with_adapters(entries[name])
         return entry
 
     async def discover(self, name: str) -> None:
@@ -332,12 +348,24 @@ class ModelRegistry:
         }
 
     def _with_defaults(self, entry: RegisteredModel) -> RegisteredModel:
-        defaults = self._defaults.get(entry.served.name)
+        """Also applies the adapters that were changed."""
+        entry, defaults = self._with_adapters(entry), self._defaults.get(entry.served.name)
         if defaults is None:
             return entry
         return RegisteredModel(
             served=_apply_to_served(defaults, entry.served), files=defaults.apply(entry.files)
         )
+
+    def _with_adapters(self, entry: RegisteredModel) -> RegisteredModel:
+        adapters = self._adapters.get(entry.served.name)
+        if adapters is None:
+            return entry
+        settings = replace(entry.served.settings, adapters=adapters)
+        return replace(entry, served=replace(entry.served, settings=settings))
+
+
+def _find_adapters(served: ServedModel | None) -> tuple[AdapterSettings, ...] | None:
+    return None if served is None else served.settings.adapters
 
 
 def _apply_to_served(defaults: ModelDefaults, served: ServedModel) -> ServedModel:

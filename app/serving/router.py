@@ -32,13 +32,19 @@ from app.core.model_files import (
 from app.core.models import ModelDetails, ModelPhase, ModelState, ServedModel, TensorDetails
 from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, RunnerStatus
 from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
-from app.core.settings import MAX_DEFAULT_PARALLEL, Settings, needs_new_process
+from app.core.settings import (
+    MAX_DEFAULT_PARALLEL,
+    AdapterSettings,
+    Settings,
+    needs_new_process,
+)
 from app.core.thread_pools import ThreadPools
 from app.images.decoder import ImageDecoder
 from app.images.fetch import ImageFetcher
 from app.images.input import read_image
 from app.images.processor import load_image_processor
 from app.runners.pool import ModelLease, ModelPool
+from app.serving.adapters import AdapterService, find_adapter, list_adapters
 from app.serving.generation import Generation
 from app.serving.image_input import fetch_images, iter_images, limit_images, reject_all_images
 from app.serving.model_describer import ModelDescriber
@@ -76,7 +82,6 @@ _ENGINE_SETTINGS = (
     "multi_user",
     "exact",
     "prefill_chunk",
-    "adapters",
     "vision",
     "image_tokens",
 )
@@ -84,11 +89,11 @@ _ENGINE_SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResolvedModel:
-    """adapter: the name of the model's adapter that the request selects; "" for none."""
+    """adapter: the model's adapter that the request selects."""
 
     entry: RegisteredModel
     card: ModelCard
-    adapter: str = ""
+    adapter: AdapterSettings | None = None
 
 
 def _read_defaults(files: ModelFiles) -> GenerationDefaults:
@@ -104,19 +109,19 @@ def _entry_of(model: ResolvedModel) -> RegisteredModel:
     return model.entry
 
 
-def _adapter_of(model: ResolvedModel) -> str:
+def _adapter_of(model: ResolvedModel) -> AdapterSettings | None:
     assert isinstance(model, _ResolvedModel), "another router resolved the model"
     return model.adapter
 
 
-def _list_adapters(entry: RegisteredModel) -> Sequence[str]:
-    """Returns the names of the model's adapters, after "" for none."""
-    return ["", *(adapter.name for adapter in entry.served.settings.adapters)]
+def _list_choices(entry: RegisteredModel) -> Sequence[AdapterSettings | None]:
+    """Returns the model's adapters, after None for the model without one."""
+    return [None, *list_adapters(entry)]
 
 
-def _join_name(entry: RegisteredModel, adapter: str) -> str:
+def _join_name(entry: RegisteredModel, adapter: AdapterSettings | None) -> str:
     """Returns the name by which requests select a model with an adapter."""
-    return f"{entry.served.name}:{adapter}" if adapter else entry.served.name
+    return entry.served.name if adapter is None else f"{entry.served.name}:{adapter.name}"
 
 
 class ModelRouter:
@@ -154,6 +159,7 @@ class ModelRouter:
         self._limits = limits or RequestLimits(Settings())
         self._describer = ModelDescriber(workers)
         self._pool = pool
+        self._adapters = AdapterService(registry, pool)
         self._preload_names = preload
         self._save_defaults = save_defaults
         self._can_reload = can_reload
@@ -164,7 +170,8 @@ class ModelRouter:
         self._image_fetcher = ImageFetcher(image_hosts)
         self._check_tokenizer = check_tokenizer
         self._generations: dict[str, asyncio.Task[Generation]] = {}
-        self._fingerprints: dict[str, tuple[ModelFiles, str]] = {}
+        # by model and by the key of the adapter, with the files of the model
+        self._fingerprints: dict[str, tuple[ModelFiles, dict[str, str]]] = {}
         pool.on_unloaded = self._drop_generation
 
     async def preload_models(self) -> None:
@@ -243,10 +250,11 @@ class ModelRouter:
     async def open(
         self, request: GenerateRequest, model: ResolvedModel
     ) -> AsyncGenerator[AsyncIterator[Sequence[Event]]]:
-        entry = _entry_of(model)
-        request = replace(request, adapter=_adapter_of(model))
+        entry, adapter = _entry_of(model), _adapter_of(model)
+        if adapter is not None:
+            request = replace(request, adapter=adapter.key)
         request = await self._fit_images(entry, request)
-        async with self._lease(entry) as lease:
+        async with self._lease(entry, adapter) as lease:
             if lease.is_waiting:
                 async with aclosing(self._stream_after_load(entry, lease, request)) as events:
                     yield events
@@ -334,7 +342,7 @@ class ModelRouter:
         return [
             self._build_card(entry, adapter)
             for entry in self._registry.entries()
-            for adapter in _list_adapters(entry)
+            for adapter in _list_choices(entry)
         ]
 
     def list_model_states(self) -> Sequence[ModelState]:
@@ -400,7 +408,7 @@ class ModelRouter:
             else details
             for entry, details in pairs
             if isinstance(details, ModelDetails)
-            for adapter in _list_adapters(entry)
+            for adapter in _list_choices(entry)
         ]
 
     async def _describe(self, entry: RegisteredModel) -> ModelDetails:
@@ -463,6 +471,18 @@ class ModelRouter:
         await self._limits.wait(lambda: self._pool.unload(entry.served))
         return self._pool.model_state(entry.served)
 
+    async def load_adapter(
+        self, model: ResolvedModel, name: str, path: str, *, in_place: bool = False
+    ) -> None:
+        served = _entry_of(model).served
+        await self._limits.wait(
+            lambda: self._adapters.load(served.name, name, path, in_place=in_place)
+        )
+
+    async def unload_adapter(self, model: ResolvedModel, name: str) -> None:
+        served = _entry_of(model).served
+        await self._limits.wait(lambda: self._adapters.unload(served.name, name))
+
     def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
         return self._registry.get_defaults(_entry_of(model).served.name)
 
@@ -498,27 +518,29 @@ class ModelRouter:
             )
         return entry
 
-    def _find_adapter(self, name: str) -> tuple[RegisteredModel, str] | None:
+    def _find_adapter(self, name: str) -> tuple[RegisteredModel, AdapterSettings] | None:
         """Finds a model and its adapter by MODEL:ADAPTER, or by the adapter's name alone, as in
         vLLM, unless a model has that name."""
         name = name.removesuffix(":latest")
         model, _, last = name.rpartition(":")
         entry = self._registry.find_own(model) if model else None
-        if entry is not None and last in _list_adapters(entry):
-            return entry, last
+        if entry is not None and (adapter := find_adapter(entry, last)) is not None:
+            return entry, adapter
         if self._registry.find_own(name) is not None:
             return None
-        entries = (e for e in self._registry.entries() if name and name in _list_adapters(e))
-        return next(((entry, name) for entry in entries), None)
+        pairs = ((entry, find_adapter(entry, name)) for entry in self._registry.entries())
+        return next(((entry, found) for entry, found in pairs if found is not None), None)
 
-    def _build_card(self, entry: RegisteredModel, adapter: str = "") -> ModelCard:
+    def _build_card(
+        self, entry: RegisteredModel, adapter: AdapterSettings | None = None
+    ) -> ModelCard:
         settings, files = entry.served.settings, entry.files
         context = self._pool.context_length(entry.served)
         return ModelCard(
             id=_join_name(entry, adapter),
             created=files.created,
             context_length=context or files.resolve_context_length(settings.context),
-            system_fingerprint=self._get_fingerprint(entry),
+            system_fingerprint=self._get_fingerprint(entry, adapter),
             parent=entry.served.name if adapter else None,
             aliases=() if adapter else entry.served.aliases,
             own_name=None if adapter else _own_name(entry.served),
@@ -534,24 +556,31 @@ class ModelRouter:
             ),
         )
 
-    def _get_fingerprint(self, entry: RegisteredModel) -> str:
+    def _get_fingerprint(self, entry: RegisteredModel, adapter: AdapterSettings | None) -> str:
         """Returns the fingerprint of the model's files. It is cached, since computing it takes a
         millisecond."""
-        name = entry.served.name
+        name, key = entry.served.name, "" if adapter is None else adapter.key
         current = self._pool.loaded_files(entry.served) or entry.files
-        files, known = self._fingerprints.get(name, (None, ""))
-        if files is not current:
-            known = compute_fingerprint(current, entry.served.settings)
+        known: dict[str, str] = {}
+        if name in self._fingerprints and self._fingerprints[name][0] is current:
+            known = self._fingerprints[name][1]
+        if key not in known:
+            keys = {"", *(one.key for one in list_adapters(entry))}
+            known = {key: value for key, value in known.items() if key in keys}
+            known[key] = compute_fingerprint(current, entry.served.settings, adapter)
             self._fingerprints[name] = (current, known)
-        return known
+        return known[key]
 
     @asynccontextmanager
-    async def _lease(self, entry: RegisteredModel) -> AsyncGenerator[ModelLease]:
+    async def _lease(
+        self, entry: RegisteredModel, adapter: AdapterSettings | None = None
+    ) -> AsyncGenerator[ModelLease]:
         # the settings may have changed since the request was resolved
         current = self._registry.find_own(entry.served.name) or entry
         try:
-            async with self._pool.lease(current.served) as lease:
-                yield lease
+            with self._adapters.use(entry.served.name, adapter):
+                async with self._pool.lease(current.served) as lease:
+                    yield lease
         finally:
             self._drop_if_unloaded(entry)
 
@@ -673,9 +702,12 @@ def sum_engine_stats(stats: Sequence[EngineStats]) -> EngineStats:
     )
 
 
-def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
+def compute_fingerprint(
+    files: ModelFiles, settings: Settings, adapter: AdapterSettings | None = None
+) -> str:
     """Returns the system fingerprint. It changes whenever the output for a given seed may change:
-    with the model and its weights, the versions of mlxrunner and MLX, and the engine's settings."""
+    with the model and its weights, the adapter of the request, the versions of mlxrunner and MLX,
+    and the engine's settings."""
     parts = (
         get_own_version(),
         version("mlx"),
@@ -684,7 +716,7 @@ def compute_fingerprint(files: ModelFiles, settings: Settings) -> str:
         files.weights_digest,
         repr(sorted((name, str(value)) for name, value in files.config.items())),
         repr([getattr(settings, name) for name in _ENGINE_SETTINGS]),
-        repr([_read_versions(Path(adapter.path)) for adapter in settings.adapters]),
+        repr(adapter and _read_versions(Path(adapter.path))),
         repr(files.adapter_path and _read_versions(files.adapter_path)),
     )
     return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"

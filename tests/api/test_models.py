@@ -12,6 +12,7 @@ from tests.rows import rows
 
 LOAD, UNLOAD = "/v1/models/load", "/v1/models/unload"
 DEFAULTS = "/v1/models/defaults"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def test_a_model_is_loaded_with_its_keep_alive(call: Any, generate: FakeGenerate):
@@ -42,6 +43,48 @@ def test_a_failed_load_or_unload_returns_the_error(call: Any, generate: FakeGene
     generate.open_error = AppError(ErrorKind.MODEL_FILES, "it broke")
     reply = call("POST", path, {"model": "fake/model"})
     assert (reply.status, reply.error["message"]) == (500, "it broke")
+
+
+def test_an_adapter_is_loaded_and_unloaded(call: Any, generate: FakeGenerate):
+    """The replies are vLLM's. Without a model, the default one gets the adapter, and the first one
+    that has it loses it."""
+    card = replace(generate.cards[0], id="sql", parent="fake/model")
+    generate.cards = [*generate.cards, card]
+    body = {"lora_name": "sql", "lora_path": "/adapters/sql"}
+    reply = call("POST", LOAD_ADAPTER, body)
+    assert (reply.status, reply.body) == (200, b"Success: LoRA adapter 'sql' added successfully.")
+    call("POST", LOAD_ADAPTER, {**body, "model": "fake/model", "load_inplace": True})
+    reply = call("POST", UNLOAD_ADAPTER, {"lora_name": "sql", "lora_int_id": 1})
+    assert (reply.status, reply.body) == (200, b"Success: LoRA adapter 'sql' removed successfully.")
+    call("POST", UNLOAD_ADAPTER, {"lora_name": "sql", "model": "fake/model"})
+    assert generate.adapters == [
+        ("fake/model", "sql", "/adapters/sql"),
+        ("fake/model", "sql", "/adapters/sql", "in place"),
+        ("sql", "sql"),
+        ("fake/model", "sql"),
+    ]
+
+
+@rows(
+    ("path", "body", "status", "param"),
+    [
+        (LOAD_ADAPTER, {"lora_name": "a"}, 400, "lora_path"),
+        (LOAD_ADAPTER, {"lora_path": "/a"}, 400, "lora_name"),
+        (LOAD_ADAPTER, {"lora_name": "a", "lora_path": 5}, 400, "lora_path"),
+        (LOAD_ADAPTER, {"lora_name": "a", "lora_path": "/a", "load_inplac": True}, 400, None),
+        (LOAD_ADAPTER, {"lora_name": "a", "lora_path": "/a", "model": "b"}, 404, "model"),
+        (UNLOAD_ADAPTER, {}, 400, "lora_name"),
+        (UNLOAD_ADAPTER, {"lora_name": "a", "lora_int_id": "1"}, 400, "lora_int_id"),
+        (UNLOAD_ADAPTER, {"lora_name": "a"}, 404, "model"),
+    ],
+)
+def test_an_invalid_adapter_request_is_an_error(
+    call: Any, generate: FakeGenerate, path: str, body: Any, status: int, param: str | None
+):
+    reply = call("POST", path, body)
+    assert reply.status == status
+    assert reply.error["param"] == (param or "load_inplac")
+    assert generate.adapters == []
 
 
 def test_defaults_are_read_and_replaced(call: Any, generate: FakeGenerate):

@@ -102,6 +102,8 @@ BODIES: dict[str, Any] = {
     "/v1/models/preview": MODEL,
     "/v1/models/defaults": {**MODEL, "defaults": {"aliases": ["m"]}},
     "/v1/models/unload": MODEL,
+    "/v1/load_lora_adapter": {**MODEL, "lora_name": "a", "lora_path": "/a"},
+    "/v1/unload_lora_adapter": {**MODEL, "lora_name": "a"},
     "/v1/detokenize": {"tokens": [104]},
     "/completion": {"prompt": "hi", "options": {"temperature": 1}},
 }

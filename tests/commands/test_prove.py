@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from app.commands.prove import build_body, render_row, render_verdict
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message
 from app.prove.proof import ConditionReport
 from tests.commands.run_command import OwnEngines
+from tests.engine.test_adapters import write_adapter
 
 PASSED = ConditionReport(name="batched", cause="other rows", detail="8", answers=4, equal=4)
 NEAR = replace(
@@ -54,6 +56,24 @@ def test_the_built_in_model_passes(
     # each request with and without `stream`
     assert conditions["streamed"]["answers"] == 2 * report["answers"]
     assert all(one["different"] == 0 for one in conditions.values())
+
+
+def test_a_model_passes_with_an_adapter(
+    own_engines: OwnEngines,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    """The server of the condition "streamed" has the adapter, too."""
+    monkeypatch.setattr(command, "open_own_server", own_engines.open)
+    flag = f"x={write_adapter(tmp_path / 'x', 0)}"
+    status = main(["prove", str(tiny_model), "--adapter", flag, "--conversations", "2", "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+    conditions = {one["name"]: one for one in json.loads(out)["conditions"]}
+    for name in ("batched", "cached", "batched + cached", "streamed"):
+        assert conditions[name]["equal"] == conditions[name]["answers"] > 0
 
 
 @pytest.mark.parametrize(

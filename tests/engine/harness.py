@@ -109,6 +109,7 @@ def make_loop(
     clock: Callable[[], float] = time.monotonic,
     slab_policy: SlabPolicy = DEFAULT_SLAB_POLICY,
     adapters: Adapters | None = None,
+    min_kv_budget: int = 0,
     image_cache_bytes: int | None = None,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
@@ -134,6 +135,7 @@ def make_loop(
         clock=clock,
         slab_policy=slab_policy,
         adapters=adapters,
+        min_kv_budget=min_kv_budget,
         image_cache_bytes=image_cache_bytes,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from app.core.jobs import GetPrefixSnapshot
 from app.engine.loop import Loop
 from app.engine.prefix import radix_node
 from models import architectures
@@ -65,12 +66,12 @@ def requests_with_a_shared_head(model: Any) -> Loop:
 def test_the_end_of_a_request_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited once for each layer."""
     loop = requests_with_a_shared_head(deep_model())
-    nodes = loop.prefix_snapshot(9).total_nodes
+    nodes = loop.call(GetPrefixSnapshot()).total_nodes
     with count_waits(monkeypatch) as waits:
         loop.cancel("b")
         assert waits == []
         loop.step()
-    assert loop.prefix_snapshot(9).total_nodes == nodes
+    assert loop.call(GetPrefixSnapshot()).total_nodes == nodes
     loop.check()
 
 

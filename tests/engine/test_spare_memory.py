@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from app.core.jobs import Job
+from app.core.jobs import Job, SetSpareMemory
 from app.engine.loop import Loop
 from models.base import Model
 from tests.engine import hybrid
@@ -34,6 +34,10 @@ def model(request: pytest.FixtureRequest) -> Model:
     return MODELS[request.param]()
 
 
+def set_spare_memory(loop: Loop, num_bytes: int) -> int:
+    return loop.call(SetSpareMemory(num_bytes=num_bytes))
+
+
 def prompt(seed: int, length: int) -> list[int]:
     return [(7 * seed + n * n) % 256 for n in range(length)]
 
@@ -53,11 +57,11 @@ def test_cached_prefixes_use_spare_memory_until_it_is_taken_back() -> None:
     model = tiny_model()
     loop = make_loop(model, running=2, policy="radix", budget=3 * footprint(model, 256))
     assert cached_tokens(loop, 8) == [0] * 8, "in turn, each evicts the next one"
-    assert loop.set_spare_memory(8 * footprint(model, 256)) == 8 * footprint(model, 256)
+    assert set_spare_memory(loop, 8 * footprint(model, 256)) == 8 * footprint(model, 256)
     assert all(count >= 199 for count in cached_tokens(loop, 8))
     ledger = loop.stats().ledger
     assert (ledger.budget, ledger.prefix_limit) == (11 * footprint(model, 256),) * 2
-    assert loop.set_spare_memory(0) == 0
+    assert set_spare_memory(loop, 0) == 0
     ledger = loop.stats().ledger
     assert (ledger.budget, ledger.prefix_limit) == (3 * footprint(model, 256),) * 2
     assert ledger.prefix <= 3 * footprint(model, 256)
@@ -67,7 +71,7 @@ def test_cached_prefixes_use_spare_memory_until_it_is_taken_back() -> None:
 def test_requests_wait_for_the_budget_although_there_is_spare_memory() -> None:
     model = tiny_model()
     loop = make_loop(model, running=4, policy="radix", budget=footprint(model, 256))
-    loop.set_spare_memory(100 * footprint(model, 256))
+    set_spare_memory(loop, 100 * footprint(model, 256))
     assert loop.capacity.context_length == 256
     for i in range(3):
         submit(loop, job(str(i), prompt(i, 100), max_tokens=10, stop_token_ids=NONE))
@@ -82,7 +86,7 @@ def test_memory_of_running_sequences_is_taken_back_when_they_end() -> None:
     model = tiny_model()
     unit = footprint(model, 256)
     loop = make_loop(model, running=2, policy="multi_user", chunk=64, budget=4 * unit, context=1024)
-    assert loop.set_spare_memory(8 * unit) == 8 * unit
+    assert set_spare_memory(loop, 8 * unit) == 8 * unit
     for i in range(2):
         long = job(f"long {i}", prompt(i, 20), max_tokens=990, stop_token_ids=NONE)
         submit(loop, long)
@@ -104,7 +108,7 @@ def test_memory_of_running_sequences_is_taken_back_when_they_end() -> None:
             record(outcomes[update.job_id], update)
         loop.check()
         if any(outcome.tokens for outcome in outcomes.values()):
-            allowed.append(loop.set_spare_memory(0))
+            allowed.append(set_spare_memory(loop, 0))
     assert allowed == sorted(allowed, reverse=True)
     assert allowed[1] == 2 * unit, "both hold three units"
     assert allowed[-1] == 0
@@ -141,7 +145,7 @@ def test_no_history_of_spare_memory_overdraws_the_ledger_or_changes_an_answer(
     for event, number in (*events, ("steps", 5000)):
         if event == "spare":
             desired = number * unit
-            before, allowed = allowed, loop.set_spare_memory(desired)
+            before, allowed = allowed, set_spare_memory(loop, desired)
             assert desired <= allowed <= max(before, desired)
         elif event == "job":
             past = [one for one in jobs if one.prompt_token_ids[0] == number]
@@ -166,7 +170,7 @@ def test_no_history_of_spare_memory_overdraws_the_ledger_or_changes_an_answer(
             assert ledger.free >= 0
             assert base + desired <= ledger.budget <= base + max(allowed, desired)
     assert loop.idle
-    assert loop.set_spare_memory(0) == 0, "no request uses it any more"
+    assert set_spare_memory(loop, 0) == 0, "no request uses it any more"
     assert loop.stats().ledger.budget == base
     for one in jobs:
         alone = run_one(make_loop(model, chunk=64), one)

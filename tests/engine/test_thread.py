@@ -14,6 +14,7 @@ from app.core.jobs import (
     Ended,
     EngineFailed,
     EngineReady,
+    GetPrefixSnapshot,
     Job,
     LoadProgress,
     PrefixSnapshot,
@@ -85,13 +86,14 @@ def test_a_snapshot_of_the_cache_needs_no_step(start_thread: StartThread) -> Non
     log.next(EngineReady)
     thread.submit(job("a", b"hello"))
     log.collect_updates("a")
-    taken: queue.Queue[PrefixSnapshot] = queue.Queue()
+    taken: queue.Queue[PrefixSnapshot | AppError] = queue.Queue()
     wait_until(lambda: thread.heartbeat().stage == IDLE)
     while not log.messages.empty():
         log.next(StepOutput)
     for _ in range(3):
-        thread.inspect(taken.put)
+        thread.call(GetPrefixSnapshot(), taken.put)
         snapshot = taken.get(timeout=PATIENCE)
+        assert isinstance(snapshot, PrefixSnapshot)
         assert sum(node.tokens for node in snapshot.nodes) >= len(b"hello")
     assert log.messages.empty(), "the idle engine made a step"
 

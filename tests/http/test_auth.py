@@ -89,6 +89,8 @@ WITH_ADMIN = {
     ("POST", "/v1/models/load"),
     ("POST", "/v1/models/preview"),
     ("POST", "/v1/models/unload"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     # whatever changes the disk or uses the network
     ("POST", "/api/pull"),
     ("POST", "/api/push"),

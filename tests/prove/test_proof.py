@@ -11,7 +11,7 @@ import pytest
 
 from app import store
 from app.core.model_files import ModelFiles
-from app.core.settings import ActivationBits, KVPrecision, Settings
+from app.core.settings import ActivationBits, AdapterSettings, KVPrecision, Settings
 from app.engine.model_info import complete_config
 from app.prove.conditions import ODD_CHUNK
 from app.prove.proof import ConditionReport, Proof, ProofOptions, Reference
@@ -20,6 +20,7 @@ from models.kernels.in_place_attention import SlotMapping
 from models.kernels.layers import KernelLinear
 from models.kv import KVCache
 from tests import tiny
+from tests.engine.test_adapters import write_adapter
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
@@ -40,10 +41,11 @@ def prove(
     last: str = "",
     kv: KVPrecision = "auto",
     context: int | None = None,
+    adapters: tuple[AdapterSettings, ...] = (),
 ) -> tuple[Reference, dict[str, ConditionReport]]:
     """Runs the conditions up to `last`, by default all that the engine has."""
     options = ProofOptions(conversations=conversations, seconds=seconds)
-    proof = Proof(files, Settings(kv=kv, context=context), options)
+    proof = Proof(files, Settings(kv=kv, context=context, adapters=adapters), options)
     reference = proof.compute_reference()
     reports: dict[str, ConditionReport] = {}
     for report in proof.run(reference, lambda _: None):
@@ -56,6 +58,23 @@ def prove(
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     return read_files(tiny.write(tmp_path_factory.mktemp("prove") / "tiny"))
+
+
+@needs_kernels
+def test_conversations_alternate_between_the_adapters_and_the_model(
+    files: ModelFiles, tmp_path: Path
+) -> None:
+    paths = {name: write_adapter(tmp_path / name, index) for index, name in enumerate("xy")}
+    adapters = tuple(AdapterSettings(name=name, path=str(path)) for name, path in paths.items())
+    reference, reports = prove(files, adapters=adapters, last="batched + cached")
+    used = [chain[0].job.job.adapter for chain in reference.chains]
+    assert used == ["x", "y", "", "x"]
+    assert "adapter x), turn 1" in reference.requests[0].label
+    assert all(report.passed and report.equal == report.answers for report in reports.values())
+    plain, _ = prove(files, last="batched")
+    pairs = zip(reference.chains, plain.chains, strict=True)
+    differs = [a[0].expected.ids != b[0].expected.ids for a, b in pairs]
+    assert differs == [True, True, False, True]
 
 
 @needs_kernels

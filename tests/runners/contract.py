@@ -13,10 +13,12 @@ from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
 from app.core.jobs import (
     Ended,
+    GetPrefixSnapshot,
     Job,
     JobUpdate,
     PixelsNeeded,
     PromptLogprobs,
+    SetSpareMemory,
     Started,
     Token,
 )
@@ -107,10 +109,10 @@ def test_leaving_early_frees_the_engine_and_keeps_the_cache(
 
 def test_a_snapshot_shows_the_cached_prefixes(runner: MakeRunner, tiny_model: Path) -> None:
     async def body(running: Runner) -> None:
-        assert (await running.get_prefix_snapshot()).nodes == ()
+        assert (await running.call(GetPrefixSnapshot())).nodes == ()
         await answer(running, "a", b"hello world, one")
         await answer(running, "b", b"hello world, two")
-        snapshot = await running.get_prefix_snapshot()
+        snapshot = await running.call(GetPrefixSnapshot())
         shared = next(node for node in snapshot.nodes if node.parent is None)
         assert (shared.tokens, shared.branches) == (len(b"hello world, "), 2)
 
@@ -121,10 +123,10 @@ def test_spare_memory_is_added_to_the_budget(runner: MakeRunner, tiny_model: Pat
     async def body(running: Runner) -> None:
         await answer(running, "a", b"hello")
         before = running.status().stats.ledger
-        assert await running.set_spare_memory(1 << 20) == 1 << 20
+        assert await running.call(SetSpareMemory(num_bytes=1 << 20)) == 1 << 20
         await answer(running, "b", b"hello")
         assert running.status().stats.ledger.budget == before.budget + (1 << 20)
-        assert await running.set_spare_memory(0) == 0
+        assert await running.call(SetSpareMemory(num_bytes=0)) == 0
         await wait_until_async(lambda: running.status().stats.ledger.budget == before.budget)
 
     with_runner(runner, tiny_model, body)

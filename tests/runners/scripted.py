@@ -7,11 +7,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
-from app.core.jobs import Capacity, Ended, EngineStats, Job, JobUpdate, PrefixSnapshot, Started
+from app.core.jobs import (
+    CallResult,
+    Capacity,
+    Ended,
+    EngineCall,
+    EngineStats,
+    Job,
+    JobUpdate,
+    SetSpareMemory,
+    Started,
+)
 from app.core.model_files import ModelFiles
 from app.core.models import MemoryRequirement, ServedModel
 from app.core.ports import FailureCause, RunnerFailure, RunnerState, RunnerStatus
@@ -148,14 +158,12 @@ class ScriptedRunner:
             pid=7,
         )
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return PrefixSnapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        assert isinstance(call, SetSpareMemory), call
         if (gate := self.script.gates.get(f"spare memory of {self.name}")) is not None:
             await gate.wait()
-        self.spare_memory.append(num_bytes)
-        return max(num_bytes, self.spare_in_use)
+        self.spare_memory.append(call.num_bytes)
+        return cast("CallResult", max(call.num_bytes, self.spare_in_use))
 
     async def wait_for_failure(self) -> RunnerFailure:
         return await asyncio.shield(self._failure)

@@ -2,21 +2,23 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels, Pixels
 from app.core.jobs import (
+    CallResult,
     Capacity,
     Ended,
+    EngineCall,
     EngineFailed,
     EngineReady,
     EngineStats,
     Job,
     LoadProgress,
-    PrefixSnapshot,
+    SetSpareMemory,
     StepOutput,
     Token,
 )
@@ -59,11 +61,10 @@ class FakeEngine:
     def cancel(self, job: str, *, keep: int | None = None) -> None:
         self.calls.append(f"cancel {job} {keep}")
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return PrefixSnapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        return num_bytes
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        self.calls.append(f"call {type(call).__name__}")
+        await self.may_accept.wait()
+        return cast("CallResult", 7)
 
 
 def with_dispatcher(body: Callable[[Dispatcher, FakeEngine], Awaitable[None]]) -> None:
@@ -110,6 +111,23 @@ def test_a_failure_ends_all_waiting_calls():
         assert engine.calls == ["submit a", "submit b", "embed v"], (
             "there is no engine to cancel in"
         )
+
+    with_dispatcher(body)
+
+
+def test_a_call_returns_the_reply_or_the_failure_of_the_engine():
+    async def body(dispatcher: Dispatcher, engine: FakeEngine) -> None:
+        call = SetSpareMemory(num_bytes=1)
+        with pytest.raises(AppError, match="still loading"):
+            await dispatcher.call(call)
+        dispatcher.receive(READY)
+        assert await dispatcher.call(call) == 7
+        engine.may_accept.clear()
+        waiting = asyncio.create_task(dispatcher.call(call))
+        await asyncio.sleep(0)
+        dispatcher.receive(BROKEN)
+        with pytest.raises(AppError, match="planted"):
+            await waiting
 
     with_dispatcher(body)
 

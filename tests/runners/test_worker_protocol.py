@@ -19,17 +19,21 @@ from app.core.jobs import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    GetPrefixSnapshot,
     Heartbeat,
     Job,
+    LoadAdapter,
     LoadProgress,
     PixelsNeeded,
     Prefilled,
     PrefixNode,
     PrefixSnapshot,
     PromptLogprobs,
+    SetSpareMemory,
     Started,
     StepOutput,
     Token,
+    UnloadAdapter,
 )
 from app.core.model_files import ModelFiles
 from app.core.requests import EmbedJob, EmbedResult, JsonSchema, LarkGrammar, Regex
@@ -38,21 +42,19 @@ from app.core.settings import ModelSettings, Settings
 from app.runners import worker_protocol
 from app.runners.channel import encode
 from app.runners.worker_protocol import (
+    Call,
+    CallReply,
     Cancel,
     Embed,
     Embedded,
     EventJoiner,
-    GetPrefixSnapshot,
     JobAccepted,
     JobReceived,
-    JobRejected,
-    PrefixSnapshotReply,
     Probe,
     ProbeReply,
     PromptScoresChunk,
     ProvideImages,
-    SetSpareMemory,
-    SpareMemorySet,
+    Rejected,
     Submit,
     WorkerInit,
 )
@@ -137,8 +139,8 @@ def test_an_error_keeps_all_its_fields():
         code="grammar",
         retry_after=3,
     )
-    rejected = worker_protocol.WORKER_EVENT.decode(encode(JobRejected.from_error("a", error)))
-    assert isinstance(rejected, JobRejected)
+    rejected = worker_protocol.WORKER_EVENT.decode(encode(Rejected.from_error("a", error)))
+    assert isinstance(rejected, Rejected)
     assert vars(rejected.to_error()) == vars(error)
 
 
@@ -216,16 +218,19 @@ SNAPSHOT = PrefixSnapshot(nodes=(PrefixNode(parent=None, start=0, tokens=1, last
         (worker_protocol.COMMAND, ProvideImages(job="a", images=(PIXELS,))),
         (worker_protocol.COMMAND, Cancel(job="a", keep=None)),
         (worker_protocol.COMMAND, Probe()),
-        (worker_protocol.COMMAND, GetPrefixSnapshot()),
-        (worker_protocol.COMMAND, SetSpareMemory(num_bytes=1 << 40)),
+        (worker_protocol.COMMAND, Call(id="call 1", call=GetPrefixSnapshot())),
+        (worker_protocol.COMMAND, Call(id="call 2", call=SetSpareMemory(num_bytes=1 << 40))),
+        (worker_protocol.COMMAND, Call(id="call 3", call=LoadAdapter(key="a@1", path="/a"))),
+        (worker_protocol.COMMAND, Call(id="call 4", call=UnloadAdapter(key="a@1"))),
         (worker_protocol.WORKER_EVENT, LoadProgress(progress=3, allocated_bytes=4)),
         (worker_protocol.WORKER_EVENT, READY),
         (worker_protocol.WORKER_EVENT, EngineFailed(kind=ErrorKind.ENGINE, message="x")),
         (worker_protocol.WORKER_EVENT, JobReceived(job="a")),
         (worker_protocol.WORKER_EVENT, JobAccepted(job="a")),
         (worker_protocol.WORKER_EVENT, ProbeReply(heartbeat=BEAT, takes_commands=True)),
-        (worker_protocol.WORKER_EVENT, PrefixSnapshotReply(snapshot=SNAPSHOT)),
-        (worker_protocol.WORKER_EVENT, SpareMemorySet(num_bytes=0)),
+        (worker_protocol.WORKER_EVENT, CallReply(id="call 1", reply=SNAPSHOT)),
+        (worker_protocol.WORKER_EVENT, CallReply(id="call 2", reply=0)),
+        (worker_protocol.WORKER_EVENT, CallReply(id="call 3", reply=None)),
         (worker_protocol.WORKER_EVENT, PromptScoresChunk(job="a", scores=scores(2))),
         (
             worker_protocol.WORKER_EVENT,
@@ -233,7 +238,11 @@ SNAPSHOT = PrefixSnapshot(nodes=(PrefixNode(parent=None, start=0, tokens=1, last
         ),
         (worker_protocol.WORKER_EVENT, STEP),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=lambda value: " ".join(
+        type(part).__name__
+        for part in (value, getattr(value, "call", ""), getattr(value, "reply", ""))
+        if part != ""
+    ),
 )
 def test_decoding_reverses_encoding(decoder: Decoder[Any], message: Struct):
     decoded = decoder.decode(encode(message))

@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.core.model_files import ModelFiles
-from app.core.settings import ModelSettings, Settings
+from app.core.model_files import ModelDefaults, ModelFiles
+from app.core.settings import AdapterSettings, ModelSettings, Settings
 from app.engine.model_info import complete_config
 from app.serving.registry import ModelRegistry, build_entry
 from tests import tiny
@@ -278,3 +278,27 @@ def test_broken_installed_models_are_logged_once(
         assert names_after(registry, lambda c: c.rescan()) == ["builtin", "org/tiny"]
     expected = "cannot serve 1 installed model: `mlxrunner show NAME` shows the reason"
     assert caplog.messages == [expected]
+
+
+def test_changed_adapters_stay_until_a_reload_changes_those_of_the_model(tiny_model: Path):
+    def build(*adapters: AdapterSettings) -> Settings:
+        return Settings(models=(ModelSettings(name=str(tiny_model), adapters=adapters),))
+
+    def reload(settings: Settings) -> list[str]:
+        [model] = settings.models
+        entry = build_entry(model, complete_config(store.find(model.name)), settings)
+        registry.replace_named([entry], settings)
+        [found] = registry.entries()
+        return [adapter.name for adapter in found.served.settings.adapters]
+
+    first, second = (AdapterSettings(name=name, path=f"/{name}") for name in "xy")
+    registry = open_registry(build(first))
+    entry = registry.set_adapters("tiny", [second])
+    assert entry is registry.find("tiny")
+    assert entry.served.settings.adapters == (second,)
+    assert reload(build(first)) == ["y"]
+    defaults = ModelDefaults(name="tiny", max_tokens=3)
+    changed = asyncio.run(registry.set_defaults(defaults, None))
+    assert changed.served.settings.adapters == (second,)
+    assert reload(build(first, second)) == ["x", "y"]
+    assert reload(build(first)) == ["x"]

@@ -18,13 +18,14 @@ import pytest
 
 from app.core.images import ImagePixels
 from app.core.jobs import (
+    CallResult,
     Capacity,
     Ended,
+    EngineCall,
     EngineStats,
     Job,
     JobUpdate,
     Prefilled,
-    PrefixSnapshot,
     Started,
     Token,
 )
@@ -96,11 +97,8 @@ class SlowEngine:
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return PrefixSnapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        return num_bytes
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        raise AssertionError(call)
 
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()

@@ -70,6 +70,26 @@ class DefaultsBody(ModelBody, kw_only=True, frozen=True):
     defaults: DefaultValues | None = None
 
 
+class LoadAdapterBody(Options, kw_only=True, frozen=True):
+    """The body of POST /v1/load_lora_adapter, with vLLM's fields and the name of a model."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    model: str | None = None
+
+
+class UnloadAdapterBody(Options, kw_only=True, frozen=True):
+    """The body of POST /v1/unload_lora_adapter, with vLLM's fields and the name of a model.
+    lora_int_id: has no effect, as in vLLM."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    model: str | None = None
+
+
 MODEL = BodyDecoder(ModelBody)
+LOAD_ADAPTER = BodyDecoder(LoadAdapterBody)
+UNLOAD_ADAPTER = BodyDecoder(UnloadAdapterBody)
 LOAD = BodyDecoder(LoadBody)
 DEFAULTS = BodyDecoder(DefaultsBody)

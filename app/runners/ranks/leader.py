@@ -17,11 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
-from app.core.jobs import Capacity, EngineStats, Job, PrefixSnapshot, StepOutput
+from app.core.jobs import (
+    Capacity,
+    EngineCall,
+    EngineStats,
+    GetPrefixSnapshot,
+    Job,
+    SetSpareMemory,
+    StepOutput,
+)
 from app.core.model_files import ModelFiles
 from app.core.requests import EmbedJob, Grammar
 from app.core.settings import Settings
@@ -283,12 +291,16 @@ class LeaderLoop:
     def maintain_memory(self, idle_seconds: float) -> bool:
         return self._loop.maintain_memory(idle_seconds)
 
-    def set_spare_memory(self, num_bytes: int) -> int:
+    def call(self, call: EngineCall[Any]) -> Any:
         """Ranks have no spare memory, because all of them must evict the same prefixes."""
-        return 0
-
-    def prefix_snapshot(self, max_nodes: int) -> PrefixSnapshot:
-        return self._loop.prefix_snapshot(max_nodes)
+        match call:
+            case GetPrefixSnapshot():
+                return self._loop.call(call)
+            case SetSpareMemory():
+                return 0
+            case _:
+                message = "a distributed model supports no adapters"
+                raise AppError(ErrorKind.MODEL_FILES, message)
 
     def check(self) -> None:
         self._loop.check()

@@ -22,13 +22,14 @@ import tokenizers
 from app import cli, server
 from app.core.images import ImagePixels, is_row_id
 from app.core.jobs import (
+    CallResult,
     Capacity,
     Ended,
     EndReason,
+    EngineCall,
     EngineStats,
     Job,
     JobUpdate,
-    PrefixSnapshot,
     Started,
     Token,
 )
@@ -202,11 +203,8 @@ class ScriptedEngine:
         )
         return RunnerStatus(state=self._state, progress=100, stats=EngineStats(), capacity=capacity)
 
-    async def get_prefix_snapshot(self) -> PrefixSnapshot:
-        return PrefixSnapshot()
-
-    async def set_spare_memory(self, num_bytes: int) -> int:
-        return num_bytes
+    async def call(self, call: EngineCall[CallResult]) -> CallResult:
+        raise AssertionError(call)
 
     async def wait_for_failure(self) -> RunnerFailure:
         await asyncio.get_running_loop().create_future()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.errors import AppError
-from app.core.jobs import Ended, Token
+from app.core.jobs import Ended, GetPrefixSnapshot, Token
 from app.core.requests import EmbedJob
 from app.runners.ranks.leader import LeaderLoop
 from app.runners.ranks.protocol import Cancel, Embed, LeaderMessage, RunStep, StepChecksum, Submit
@@ -63,7 +63,7 @@ def test_a_snapshot_of_the_cache_is_taken_on_rank_0_only() -> None:
     while not loop.idle:
         loop.step()
     steps = len(group.messages)
-    assert sum(node.tokens for node in loop.prefix_snapshot(200).nodes) >= 3
+    assert sum(node.tokens for node in loop.call(GetPrefixSnapshot()).nodes) >= 3
     assert len(group.messages) == steps
 
 
