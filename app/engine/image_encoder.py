@@ -24,7 +24,6 @@ from app.core.images import ImagePixels, ImageSpan, is_row_id
 from app.core.units import format_memory
 from app.engine.image_cache import ImageFeatureCache, list_arrays
 from app.engine.outputs import EngineCounters, OutputProcessor
-from app.engine.policy import update_pace
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence
 from models.vision.tower import Encoding, ImageFeatures, VisionTower
@@ -84,7 +83,6 @@ class ImageEncoder:
         self._counters = counters
         self._step_seconds = step_seconds
         self._clock = clock
-        self._seconds_per_step: float | None = None
         self._steps_to_skip = 0
         self._current: _Image | None = None
         self._pixel_bytes: dict[bytes, int] = {}  # borrowed for each image
@@ -127,10 +125,9 @@ class ImageEncoder:
             return False
         current = self._current
         assert current is not None
-        began, done = self._clock(), current.encoding.num_done
+        began = self._clock()
         try:
-            for _ in range(self._count_steps(current.encoding)):
-                current.encoding.run_step()
+            self._run_steps(current.encoding, began)
             if current.encoding.num_done == current.encoding.num_steps:
                 self._finish(current)
         except Exception:
@@ -138,11 +135,10 @@ class ImageEncoder:
             self._counters.exceptions += 1
             self._fail(current.key, _FAILED)
             return True
-        seconds = self._clock() - began
-        self._seconds_per_step = update_pace(
-            self._seconds_per_step, count=current.encoding.num_done - done, seconds=seconds
-        )
-        if self._step_seconds is not None and seconds > decode_seconds + _UNNOTICED_SECONDS:
+        if (
+            self._step_seconds is not None
+            and self._clock() - began > decode_seconds + _UNNOTICED_SECONDS
+        ):
             self._steps_to_skip = _DECODE_STEPS_BETWEEN
         for sequence in self._scheduler.running:
             if _awaited_key(sequence) == current.key and not sequence.num_output_tokens:
@@ -292,11 +288,15 @@ class ImageEncoder:
         self._return_pixel_memory()
         return len(self._pixel_bytes) < before
 
-    def _count_steps(self, encoding: Encoding) -> int:
-        left = encoding.num_steps - encoding.num_done
-        if self._step_seconds is None or not self._seconds_per_step:
-            return min(left, 1)
-        return min(left, max(1, int(self._step_seconds / self._seconds_per_step)))
+    def _run_steps(self, encoding: Encoding, began: float) -> None:
+        """Runs the next step of the tower, and others while half of the time is left: a step may
+        take several times as long as the one before it."""
+        while True:
+            encoding.run_step()
+            if encoding.num_done == encoding.num_steps or self._step_seconds is None:
+                return
+            if self._clock() - began >= self._step_seconds / 2:
+                return
 
     def _finish(self, current: _Image) -> None:
         """Stores the features, and gives them to all sequences that wait for them."""
