@@ -33,6 +33,8 @@ from benchmarks import (
     frames,
     grammars,
     graph,
+    image_streams,
+    image_towers,
     kv_layouts,
     kv_precision,
     loading,
@@ -158,6 +160,8 @@ OTHER_REPORTS: dict[str, Callable[[], str]] = {
     "loading": loading.report,
     "inserts": prefix_inserts.report,
     "frames": frames.report,
+    "images": image_streams.report,
+    "towers": image_towers.report,
 }
 CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS, "delivery", "soak"]
 
