@@ -33,6 +33,9 @@ _MAX_TOKENS = 1 << 21
 # longer tokens are runs of spaces and the like; the number of their splits is limited
 _MAX_SPLIT_CHARACTERS = 256
 
+# the splits of all tokens; 260,000 tokens have 2 million
+_MAX_SPLITS = 1 << 23
+
 # the texts of tokens that end a turn or a text, whether or not the metadata names them
 END_MARKS = frozenset(
     {
@@ -315,6 +318,9 @@ def _build_byte_level(vocabulary: Vocabulary) -> Mapping[str, Any]:
 def _build_sentencepiece(vocabulary: Vocabulary) -> Mapping[str, Any]:
     adds_space = vocabulary.file.metadata.get(_PREFIX + "add_space_prefix", True) is not False
     scores = _read_numbers(vocabulary.file, "scores", len(vocabulary.tokens))
+    splits = sum(min(len(token), _MAX_SPLIT_CHARACTERS) for token in vocabulary.tokens)
+    if splits > _MAX_SPLITS:
+        raise _error(vocabulary.file, f"the texts in {_PREFIX}tokens are too long")
     return _make_sentencepiece(
         vocabulary, list(_derive_merges(vocabulary.tokens, scores)), adds_space=adds_space
     )

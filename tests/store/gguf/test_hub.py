@@ -1,5 +1,6 @@
 """GGUF files of repositories on the hub: one quantization is downloaded, found and listed."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +166,25 @@ def test_factors_of_rotary_frequencies_are_known_before_the_download(
     config = read_gguf_config(plan_download(HubName(repo_id=REPO)))
     assert config == store.find(str(path)).config
     assert config["rope_scaling"]["short_factor"] == factors.tolist()
+
+
+def test_a_full_disk_is_detected_before_the_download(
+    remote: Path, hub: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header was read, but nothing is left on the disk."""
+    full = shutil._ntuple_diskusage(1 << 40, (1 << 40) - 5_000, 5_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(AppError, match=r"org/Tiny-GGUF:Q8_0 needs .* more on the disk"):
+        pull(f"{REPO}:Q8_0", None)
+    assert not list(cache.cache_folder().rglob("*.gguf"))
+
+
+def test_a_file_with_another_digest_is_downloaded_again(remote: Path) -> None:
+    """It was damaged on the disk: a second pull downloads it again."""
+    pull(f"{REPO}:Q8_0", None)
+    blob = store.find(f"{REPO}:Q8_0").path.resolve()
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.write_bytes(content)
+    pull(f"{REPO}:Q8_0", None)
+    assert blob.read_bytes() == (remote / "Tiny-Q8_0.gguf").read_bytes()

@@ -15,6 +15,8 @@ from app.core.errors import AppError
 from app.store.gguf.pre_tokenizers import PRE_TOKENIZERS
 from app.store.gguf.tokenizer import build_tokenizer, read_vocabulary
 from models.gguf import reader
+from tests.models.gguf.raw_file import ARRAY, STRING, array, entry, string, text_entry
+from tests.models.gguf.raw_file import gguf as raw_gguf
 from tests.models.gguf.tokens import add_tokenizer
 
 # folder of shared/tokenizers -> tokenizer.ggml.model, tokenizer.ggml.pre
@@ -178,6 +180,18 @@ def test_empty_and_equal_tokens_get_names(tmp_path):
     writer.write_kv_data_to_file()
     writer.close()
     assert len(set(read_vocabulary(reader.read(path)).tokens)) == 4
+
+
+def test_a_vocabulary_that_would_take_minutes_is_rejected(tmp_path):
+    words = [f"{number:06}" + "x" * 250 for number in range(33_000)]
+    entries = [
+        text_entry("tokenizer.ggml.model", "llama"),
+        entry("tokenizer.ggml.tokens", ARRAY, array(STRING, [string(word) for word in words])),
+        entry("tokenizer.ggml.scores", ARRAY, array(6, [bytes(4)] * len(words))),
+    ]
+    (tmp_path / "t.gguf").write_bytes(raw_gguf(entries))
+    with pytest.raises(AppError, match=r"texts in tokenizer\.ggml\.tokens are too long"):
+        build(tmp_path / "t.gguf")
 
 
 def test_a_list_of_end_tokens_is_read(tmp_path):
