@@ -190,7 +190,6 @@ def make_parser() -> argparse.ArgumentParser:
     lists = (
         ("--sizes", "+", list(SHAPES), list(SIZES), str),
         ("--formats", "+", [form for form in FORMATS if form != GGUF_FILE], list(FORMS), str),
-        ("--files", "*", None, list[Path](), Path),
         ("--threads", "+", None, [1, 2], int),
         ("--workloads", "+", list(WORKLOADS), list(WORKLOADS), str),
         ("--against", "*", PEERS, list(PEERS), str),
@@ -200,6 +199,14 @@ def make_parser() -> argparse.ArgumentParser:
             name, nargs=count, metavar="X", type=kind, choices=choices, default=default,
             help=f"of {', '.join(map(str, choices or default))} (%(default)s)",
         )  # fmt: skip
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        metavar="FILE",
+        type=Path,
+        default=[],
+        help="GGUF files to measure, too",
+    )
     parser.add_argument(
         "--baseline", nargs="+", metavar="COMMIT", default=[],
         help="also compare with these commits, cloned to build/baseline",
