@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import tokenizers
 from gguf.quants import QuantError
 
@@ -392,6 +393,7 @@ def _read_weights(file: GGUFFile, config: dict[str, Any]) -> None:
         chat_template=None,
         created=0,
     )
+    mx.random.seed(0)  # else MLX keeps the unevaluated keys of all initial weights
     model = open_model(complete_config(files), None)
     read_weights(model, file.path, lambda percent, memory: None)
 

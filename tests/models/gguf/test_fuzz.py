@@ -21,11 +21,11 @@ SAMPLES = [make_sample(tokenizer) for tokenizer in TOKENIZERS]
 
 
 def test_mutated_files_give_a_model_or_an_error(tmp_path: Path) -> None:
-    outcomes = fuzz(range(800), SAMPLES, tmp_path)
-    assert outcomes.total() == 800
-    assert outcomes["valid"] > 20
+    outcomes = fuzz(range(400), SAMPLES, tmp_path)
+    assert outcomes.total() == 400
+    assert outcomes["valid"] > 10
     assert outcomes["read"] > 0
-    assert outcomes["GGUFError"] > 200
+    assert outcomes["GGUFError"] > 100
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
