@@ -344,7 +344,7 @@ def test_an_adapter_changes_layers_of_gguf_blocks(tmp_path: Path) -> None:
     def choose_type(name: str) -> gguf.GGMLQuantizationType | None:
         return gguf.GGMLQuantizationType.Q8_0 if "attn_q" in name or "ffn" in name else None
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
     path = write_tiny_gguf(tmp_path / "m.gguf", quantize=choose_type, **sizes)
     files = complete_config(store.resolve(str(path)))
     model: Any = open_model(files, None)
