@@ -34,6 +34,7 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
             "app.store.lm_studio",
             "models.gguf.architectures",
             "models.gguf.metadata",
+            "models.gguf.ollama_towers",
             "models.gguf.ollama_variant",
             "models.gguf.projectors",
             "models.gguf.reader",

@@ -57,8 +57,9 @@ class ModelFiles:
     shard is replaced. is_encoder: whether the model computes hidden states only, and generates no
     text. num_scores: the number of scores of its classification head, or 0. max_positions: the
     context length of the architecture. `app.engine.model_info.complete_config` sets these.
-    projector_path: the file with the vision tower of a model in GGUF, if it has one. adapter_path:
-    the LoRA adapter that is a part of the model and applies to all requests, if it has one.
+    projector_path: the file with the vision tower of a model in GGUF, which may be a shard, if it
+    has one. adapter_path: the LoRA adapter that is a part of the model and applies to all requests,
+    if it has one.
     """
 
     name: str

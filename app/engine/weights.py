@@ -28,6 +28,7 @@ from models.base import Model, ModelError
 from models.checkpoint_config import get_text_config
 from models.cpu_layout import apply_cpu_layout, get_activation_bits, set_activation_bits
 from models.gguf import reader as gguf_reader
+from models.gguf.ollama_towers import read_projector
 from models.gguf.ollama_variant import list_other_modules, translate
 from models.gguf.projector_weights import open_projector
 from models.gguf.reader import GGUFError, has_magic
@@ -81,7 +82,8 @@ def open_model(
     unread: UnreadTensors | None = None
     places: Mapping[str, Path] = {}
     if _is_gguf(files):
-        weights, unread = _open_gguf(files.shards[0])
+        is_whole = vision and files.projector_path in files.shards
+        weights, unread = _open_gguf(files.shards[0], vision=is_whole)
         weights |= _open_projector(files, unread) if vision else {}
     else:
         weights, places = _open_shards(files.shards)
@@ -150,11 +152,12 @@ def _is_gguf(files: ModelFiles) -> bool:
         return False
 
 
-def _open_gguf(path: Path) -> tuple[dict[str, mx.array], UnreadTensors]:
+def _open_gguf(path: Path, *, vision: bool) -> tuple[dict[str, mx.array], UnreadTensors]:
+    """Opens the text model. vision: whether the vision tower in the same file is opened, too."""
     try:
         file = gguf_reader.read(path)
-        if modules := list_other_modules(file):
-            log.info("%s: loading the text model only, without its %s", path, ", ".join(modules))
+        if modules := list_other_modules(file, vision=vision):
+            log.info("%s: loading the model without its %s", path, ", ".join(modules))
         return open_weights(translate(file))
     except GGUFError as error:
         raise AppError(ErrorKind.MODEL_FILES, str(error)) from error
@@ -167,7 +170,7 @@ def _open_projector(files: ModelFiles, unread: UnreadTensors) -> dict[str, mx.ar
     if files.projector_path is None:
         return {}
     try:
-        return open_projector(gguf_reader.read(files.projector_path), unread)
+        return open_projector(read_projector(files.projector_path), unread)
     except GGUFError as error:
         raise _tower_error(str(error)) from error
     except ModelError as error:

@@ -8,6 +8,7 @@ Ollama's engine had its own names for some models, with which many files of its 
 A file of llama.cpp is returned as it is, apart from the tensors of other modules.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,10 @@ class _Variant:
 
 
 _SSM_STEPS = {".ssm_dt": ".ssm_dt.bias"}
+_SECTIONS = {"rope.mrope_section": "rope.dimension_sections"}
+
+# the frequencies of each axis of M-RoPE in published models, if no key has them
+_QWEN2_5_VL_SECTIONS, _QWEN3_VL_SECTIONS = (16, 24, 24), (24, 20, 20)
 
 _VARIANTS: Mapping[str, _Variant] = {
     "gptoss": _Variant(
@@ -63,7 +68,9 @@ _VARIANTS: Mapping[str, _Variant] = {
     ),
     "glm4moelite": _Variant(name="deepseek2", pre="glm4"),
     "olmo3": _Variant(name="olmo2"),
-    "qwen25vl": _Variant(name="qwen2vl", keys={"rope.mrope_section": "rope.dimension_sections"}),
+    "qwen25vl": _Variant(name="qwen2vl", keys=_SECTIONS),
+    "qwen3vl": _Variant(keys=_SECTIONS),
+    "qwen3vlmoe": _Variant(keys=_SECTIONS),
     "nemotron_h_omni": _Variant(
         name="nemotron_h_moe",
         tensors={
@@ -104,10 +111,12 @@ def read_model(path: Path) -> GGUFFile:
     return translate(reader.read(path))
 
 
-def list_other_modules(file: GGUFFile) -> Sequence[str]:
-    """Returns what else a file contains beside the language model."""
+def list_other_modules(file: GGUFFile, *, vision: bool = False) -> Sequence[str]:
+    """Returns what else a file contains beside the language model. vision: whether its vision tower
+    is used, too."""
+    used = ("vision tower", "projector") if vision else ()
     found = (_find_module(name) for name in file.tensors)
-    return sorted({module for module in found if module is not None})
+    return sorted({module for module in found if module is not None and module not in used})
 
 
 def translate(file: GGUFFile) -> GGUFFile:
@@ -193,12 +202,24 @@ def _complete(
             context = metadata.get("gemma3.context_length")
             if isinstance(context, int) and context >= _GEMMA3_CONTEXT:
                 return missing(rope__scaling__type="linear", rope__scaling__factor=_GEMMA3_FACTOR)
+        case "qwen25vl":
+            return missing(rope__dimension_sections=_make_sections(_QWEN2_5_VL_SECTIONS))
+        case "qwen3vl" | "qwen3vlmoe":
+            return missing(
+                expert_feed_forward_length=rows(".ffn_gate_exps.weight"),
+                rope__dimension_sections=_make_sections(_QWEN3_VL_SECTIONS),
+            )
         case "gemma4":
             if metadata.get(_TOKENIZER) == "llama" and "tokenizer.ggml.merges" in metadata:
                 return {_TOKENIZER: "gemma4"}
         case _:
             pass
     return {}
+
+
+def _make_sections(numbers: Sequence[int]) -> Array:
+    data = struct.pack(f"<{len(numbers)}i", *numbers)
+    return Array(kind="i32", count=len(numbers), data=memoryview(data))
 
 
 def _find_rules(metadata: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -64,6 +64,12 @@ def open_projector(file: GGUFFile, unread: UnreadTensors) -> Arrays:
 def _join(target: str, parts: list[mx.array]) -> mx.array:
     """Joins the parts of a parameter: the two frames of a patch, or rows."""
     are_frames = target.endswith(".patch_embed.proj.weight")
+    if are_frames and len(parts) == 1 and parts[0].ndim == 4 and parts[0].shape[1] == 2:
+        # Ollama's converter joins the axis of the channels of a pixel with that of the rows
+        rows, *others = parts[0].shape
+        if rows % 3:
+            raise ModelError(f"{target} has the shape {[rows, *others]}")
+        return parts[0].reshape(rows // 3, 3, *others)
     if are_frames and len(parts) != 2:
         raise ModelError(f"the projector has {len(parts)} tensors v.patch_embd.weight, not 2")
     if len(parts) == 1:
@@ -79,7 +85,8 @@ def _restore(target: str, array: mx.array, projector: Projector, metadata: Metad
     """Undoes what the converter changed."""
     if target in projector.channels_last:
         return _move_channels_last(target, array)
-    if projector.rotates_pairs and target.endswith(ROTATED):
+    rotates = projector.rotates_pairs and metadata.flag("vision.rotates_pairs", True)
+    if rotates and target.endswith(ROTATED):
         heads = metadata.integer("vision.attention.head_count")
         return split_rotated_pairs(target, array, heads)
     if target.endswith(".mm_soft_emb_norm.weight"):

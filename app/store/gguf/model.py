@@ -23,7 +23,8 @@ from app.store.gguf.projector import VisionFiles, is_projector, read_vision
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
 from models.gguf.architectures import CONFIG_TENSORS, read_config
-from models.gguf.ollama_variant import read_model
+from models.gguf.ollama_towers import has_tower
+from models.gguf.ollama_variant import translate
 from models.gguf.reader import GGUFError, GGUFFile
 
 # changes whenever `build_tokenizer` returns something else for the same file
@@ -76,7 +77,8 @@ def _read_version(
     read once."""
     del versions
     try:
-        file = read_model(path)
+        stored = reader.read(path)
+        file = translate(stored)
         config = read_config(file)
     except GGUFError as error:
         raise to_app_error(error) from error
@@ -96,7 +98,9 @@ def _read_version(
         weight_bytes=file.nbytes,
         weights_digest=file.fingerprint,
     )
-    vision = read_vision(projectors, config, vocabulary)
+    # a separate projector is preferred to a tower in the model's file
+    candidates = [*projectors, file.path] if has_tower(stored) else projectors
+    vision = read_vision(candidates, config, vocabulary)
     return files if vision is None else _add_vision(files, vision)
 
 

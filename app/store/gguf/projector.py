@@ -4,7 +4,8 @@ Knows: the names under which projectors are published. Must not know: keys and t
 
 A projector is beside the model's file and has `mmproj` in its name (`mmproj-model-f16.gguf`). In a
 folder with several models, the names of a model and its projector begin with the same text
-(`org_repository_model-Q4_K_M.gguf`, `org_repository_mmproj-model-f16.gguf`).
+(`org_repository_model-Q4_K_M.gguf`, `org_repository_mmproj-model-f16.gguf`). The file of a model
+that Ollama's own converter wrote contains its tower, and is therefore its projector, too.
 """
 
 import logging
@@ -16,8 +17,8 @@ from typing import Any
 
 from app.core.model_files import AddedToken, Json
 from app.store.gguf.tokenizer import Vocabulary
-from models.gguf import reader
 from models.gguf.metadata import Metadata
+from models.gguf.ollama_towers import read_projector
 from models.gguf.projectors import find_projector, fits, read_config
 from models.gguf.reader import GGUFError, GGUFFile
 
@@ -69,7 +70,7 @@ def read_vision(
     says why."""
     for path in projectors:
         try:
-            file = reader.read(path)
+            file = read_projector(path)
             if not fits(file, text):
                 log.info("%s belongs to another model than %s", path, vocabulary.file.path)
                 continue

@@ -123,7 +123,7 @@ def _import_gguf(base: ModelFiles, token: CancelToken) -> list[BlobReference]:
         message = f"{base.name} consists of {len(base.shards)} files: merge them first"
         raise AppError(ErrorKind.INVALID, message)
     layers = [add_blob(base.path, GGUF, "", token)]
-    if base.projector_path is not None:
+    if base.projector_path is not None and base.projector_path not in base.shards:
         layers.append(add_blob(base.projector_path, PROJECTOR, "", token))
     return layers
 
