@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from models import base, kernels, mlx_lm_adapter
+from models import base, kernels
 from models.base import Model, ModelError
 from models.checkpoint_config import (
     WHOLE_MODEL_TYPES,
@@ -195,6 +195,9 @@ def _find_architecture(config: Mapping[str, Any], whole: Mapping[str, Any] | Non
         else:
             if {"Config", "Model"} <= vars(module).keys() and module is not base:
                 return module
+    # imported here, because few models need it
+    from models import mlx_lm_adapter
+
     return mlx_lm_adapter.find_architecture(
         config, whole if needs_whole or (whole is not None and is_multimodal(whole)) else None
     )

@@ -5,43 +5,34 @@ Knows: which model types have a tower here. Must not know: text models, codecs, 
 A family is one file, which defines the config and the tower, and lines of the table.
 """
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from typing import Any, cast
 
 import mlx.core as mx
 
 from models.base import ModelError
 from models.checkpoint_config import get_text_config
-from models.vision import (
-    gemma3,
-    gemma4,
-    gemma4_unified,
-    lfm2_vl,
-    pixtral,
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_vl,
-    smolvlm,
-)
 from models.vision.tower import VisionTower
 
-# model_type in config.json -> the classes of the config and of the tower
-_FAMILIES: Mapping[str, tuple[Any, Callable[[Any, Mapping[str, Any]], VisionTower]]] = {
-    "gemma3": (gemma3.Config, gemma3.Tower),
-    "gemma4": (gemma4.Config, gemma4.Tower),
-    "gemma4_unified": (gemma4_unified.Config, gemma4_unified.Tower),
-    "idefics3": (smolvlm.Config, smolvlm.Tower),
-    "lfm2-vl": (lfm2_vl.Config, lfm2_vl.Tower),
-    "lfm2_vl": (lfm2_vl.Config, lfm2_vl.Tower),
-    "mistral3": (pixtral.MergingConfig, pixtral.Tower),
-    "pixtral": (pixtral.Config, pixtral.Tower),
-    "qwen2_5_vl": (qwen2_5_vl.Config, qwen2_5_vl.Tower),
-    "qwen2_vl": (qwen2_vl.Config, qwen2_vl.Tower),
-    "qwen3_5": (qwen3_vl.Config, qwen3_vl.Tower),
-    "qwen3_5_moe": (qwen3_vl.Config, qwen3_vl.Tower),
-    "qwen3_vl": (qwen3_vl.Config, qwen3_vl.Tower),
-    "qwen3_vl_moe": (qwen3_vl.Config, qwen3_vl.Tower),
-    "smolvlm": (smolvlm.Config, smolvlm.Tower),
+# model_type in config.json -> the module of the tower, which is imported when one is built, and the
+# class of its config
+_FAMILIES: Mapping[str, tuple[str, str]] = {
+    "gemma3": ("gemma3", "Config"),
+    "gemma4": ("gemma4", "Config"),
+    "gemma4_unified": ("gemma4_unified", "Config"),
+    "idefics3": ("smolvlm", "Config"),
+    "lfm2-vl": ("lfm2_vl", "Config"),
+    "lfm2_vl": ("lfm2_vl", "Config"),
+    "mistral3": ("pixtral", "MergingConfig"),
+    "pixtral": ("pixtral", "Config"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Config"),
+    "qwen2_vl": ("qwen2_vl", "Config"),
+    "qwen3_5": ("qwen3_vl", "Config"),
+    "qwen3_5_moe": ("qwen3_vl", "Config"),
+    "qwen3_vl": ("qwen3_vl", "Config"),
+    "qwen3_vl_moe": ("qwen3_vl", "Config"),
+    "smolvlm": ("smolvlm", "Config"),
 }
 
 # keys of towers and projectors outside `vision_config`
@@ -79,9 +70,11 @@ def build_tower(
     """
     if not is_supported(config) or not weights:
         return None
-    read, make = _FAMILIES[_find_type(config)]
+    name, config_class = _FAMILIES[_find_type(config)]
+    family = importlib.import_module(f"models.vision.{name}")
+    read = getattr(family, config_class).from_dict
     try:
-        tower = make(read.from_dict(_read_keys(config)), processor or {})
+        tower: VisionTower = family.Tower(read(_read_keys(config)), processor or {})
     except ModelError as error:
         raise ModelError(f"the vision tower: {error}") from error
     except (ArithmeticError, TypeError, ValueError) as error:

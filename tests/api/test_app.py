@@ -1,4 +1,4 @@
-"""Around the routes: unknown paths, wrong methods, internal errors, CORS, request ids."""
+"""Everything around the routes: unknown paths, wrong methods, internal errors, CORS, request ids."""
 
 import asyncio
 import json

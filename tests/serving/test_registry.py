@@ -266,7 +266,7 @@ def test_files_are_read_again_for_each_load(tmp_path: Path):
 def test_broken_installed_models_are_logged_once(
     hub: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The log is the only hint why a model is missing in GET /v1/models."""
+    """Only the log says why a model is missing in GET /v1/models."""
     monkeypatch.setattr("app.serving.registry._RESCAN_INTERVAL", 0.0)
     caplog.set_level("INFO", logger="app.serving.registry")
     install(hub, tiny_model, "org/tiny")

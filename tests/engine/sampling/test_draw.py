@@ -50,7 +50,7 @@ def mask_top_k(logits: Any, k: int) -> Any:
 
 
 def mask_top_p(logits: Any, p: float) -> Any:
-    """Keep ids if the strictly more likely ones sum to less than p, and the most likely always."""
+    """Keeps an ID if the more likely ones sum to less than p, and always the most likely one."""
     likely = likelihoods(logits)
     _, level_of = np.unique(-likely, return_inverse=True)
     mass = np.bincount(level_of, weights=likely)
