@@ -30,7 +30,6 @@ from models.cpu_layout import apply_cpu_layout, get_activation_bits, set_activat
 from models.gguf import reader as gguf_reader
 from models.gguf.ollama_towers import read_projector
 from models.gguf.ollama_variant import list_other_modules, translate
-from models.gguf.projector_weights import open_projector
 from models.gguf.reader import GGUFError, has_magic
 from models.gguf.weights import UnreadTensors, open_weights
 from models.multimodal import get_text_weights
@@ -169,6 +168,9 @@ def _open_projector(files: ModelFiles, unread: UnreadTensors) -> dict[str, mx.ar
     """Opens the vision tower of a GGUF model, if it has one."""
     if files.projector_path is None:
         return {}
+    # imported here, because few models have a projector
+    from models.gguf.projector_weights import open_projector
+
     try:
         return open_projector(read_projector(files.projector_path), unread)
     except GGUFError as error:

@@ -1,4 +1,4 @@
-"""Everything around the routes: unknown paths, wrong methods, internal errors, CORS, request ids."""
+"""What no route does: unknown paths, wrong methods, internal errors, CORS, request ids."""
 
 import asyncio
 import json
