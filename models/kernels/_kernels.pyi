@@ -159,8 +159,8 @@ def repack_blocks(raw: mx.array, type_id: int) -> mx.array:
 
 def repack(a: mx.array, bits: int = 0, *, undo: bool = False) -> mx.array:
     """Packs an array [..., out, n] into panels of sixteen interleaved rows, in the same shape. The
-    array is a matrix, or packed words if bits is 4 or 8. undo: whether to unpack instead. The result
-    begins at a cache line."""
+    array is a matrix, or packed words if bits is 4 or 8. undo: whether to unpack instead. The
+    result begins at a cache line."""
 
 def repack_scales(a: mx.array, *, undo: bool = False) -> mx.array:
     """Like `repack`, for the scales or the biases of a packed matrix."""

@@ -1,4 +1,4 @@
-"""What no route does: unknown paths, wrong methods, internal errors, CORS, request ids."""
+"""Unknown paths, wrong methods, internal errors, CORS and request IDs."""
 
 import asyncio
 import json
