@@ -35,6 +35,7 @@ inline IntVector add_int(IntVector x, IntVector y) {
   return {vaddq_s32(x.lo, y.lo), vaddq_s32(x.hi, y.hi)};
 }
 inline RowInts join_pairs(IntVector x) { return vpaddq_s32(x.lo, x.hi); }
-inline SubVector to_float(IntVector x) { return vcvtq_f32_s32(join_pairs(x)); }
+inline SubVector to_float(RowInts x) { return vcvtq_f32_s32(x); }
+inline SubVector to_float(IntVector x) { return to_float(join_pairs(x)); }
 
 }  // namespace mlxrunner::ISA
