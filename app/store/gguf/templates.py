@@ -15,21 +15,28 @@ from app.store.gguf.tokenizer import read_vocabulary
 from models.gguf.ollama_variant import read_model
 from models.gguf.reader import GGUFError
 
+_MARK = "IMAGE"
+# the content of a message of texts and images, of which the latter are marked
+_PARTS = (
+    "{% macro join(content) %}{% if content is iterable and content is not string %}"
+    "{% for part in content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% else %}{{ content }}{% endif %}{% endmacro %}"
+)
 _LLAMA3 = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}"
     "<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 _CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ join(message.content) }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _GEMMA = (
     "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
     "{% if message.role == 'system' %}{% set ns.system = message.content + '\n\n' %}{% else %}"
     "<start_of_turn>{{ 'model' if message.role == 'assistant' else message.role }}\n"
-    "{{ ns.system }}{{ message.content | trim }}<end_of_turn>\n{% set ns.system = '' %}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "{{ ns.system }}{{ join(message.content) | trim }}<end_of_turn>\n{% set ns.system = '' %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 _PHI3 = (
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n"
@@ -48,6 +55,12 @@ _TEMPLATES: Mapping[tuple[str, ...], str] = {
     ("<|user|>", "<|assistant|>", "<|end|>"): _PHI3,
 }
 
+# token of an image -> the text that marks an image
+_MARKS: Mapping[str, str] = {
+    "<start_of_image>": "<start_of_image>",
+    "<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>",
+}
+
 
 def find_template(path: Path) -> str:
     """Returns the template of the family of a GGUF file, or one that rejects every conversation
@@ -57,4 +70,5 @@ def find_template(path: Path) -> str:
     except GGUFError as error:
         raise to_app_error(error) from error
     found = (template for markers, template in _TEMPLATES.items() if tokens.issuperset(markers))
-    return next(found, _REFUSAL)
+    mark = next((mark for token, mark in _MARKS.items() if token in tokens), "")
+    return _PARTS.replace(_MARK, mark) + next(found, _REFUSAL)

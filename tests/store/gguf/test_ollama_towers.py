@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import jinja2
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from app import store
 from app.core.models import ModelRecipe
 from app.engine.weights import open_model
 from app.serving.model_describer import read_model_traits
+from app.store.gguf.templates import find_template
 from app.store.installed import derive_model
 from models import architectures
 from tests.models.gguf.ollama_converter import Weights, write_tower
@@ -69,6 +72,33 @@ def test_the_logits_of_a_prompt_with_an_image_are_those_of_the_folder(tmp_path: 
     near = 1e-5 if name == "qwen3_5" else 0
     np.testing.assert_allclose(logits, expected, rtol=0, atol=near)
     assert np.ptp(logits) > 1, "equal logits prove nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "marks", "expected"),
+    [
+        ("gemma3", ("<start_of_turn>", "<end_of_turn>"), "user\nsee <start_of_image>,"),
+        ("qwen3_vl", ("<|im_start|>", "<|im_end|>"), "user\nsee <|vision_start|><|image_pad|><|v"),
+    ],
+)
+def test_the_template_of_a_family_marks_images(
+    tmp_path: Path, name: str, marks: tuple[str, ...], expected: str
+):
+    tokens = [*marks, *FAMILIES[name].marks]
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    template = jinja2.Template(find_template(path))
+    parts = [{"type": "text", "text": "see "}, {"type": "image"}, {"type": "text", "text": ", ok"}]
+    rendered = template.render(messages=[{"role": "user", "content": parts}])
+    assert expected in rendered
+    whole = template.render(messages=[{"role": "user", "content": "see , ok"}])
+    mark = rendered.partition("see ")[2].partition(", ok")[0]
+    assert rendered.replace(mark, "") == whole
 
 
 def test_the_tower_is_a_part_of_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
