@@ -190,6 +190,8 @@ def report() -> str:
     ]
     for name, config in MODELS.items():
         for weights, bits in (("bfloat16", None), ("4 bits", 4)):
+            if bits is None and "num_experts" in config:
+                continue  # mlx-lm's experts on a CPU need float32 or packed weights
             with TemporaryDirectory() as place:
                 folder = Path(place)
                 save(config, bits, folder)

@@ -59,7 +59,7 @@ def _save_with_mlx_vlm(
     from mlx_vlm import utils  # pyright: ignore[reportMissingImports]
 
     mx.save_safetensors(str(folder / "model.safetensors"), draw_weights(name))
-    (folder / "config.json").write_text(json.dumps(row["config"]))
+    (folder / "config.json").write_text(json.dumps(_add_older_keys(row["config"])))
     try:
         model: Any = utils.load_model(folder)
     except Exception as error:
@@ -71,6 +71,27 @@ def _save_with_mlx_vlm(
     found = mx.load(str(path))
     mx.eval(found)
     return cast(dict[str, mx.array], found)
+
+
+def _add_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds the keys of transformers 4, which mlx-vlm reads."""
+    given = (
+        {**config, "text_config": dict(config["text_config"])}
+        if ("text_config" in config)
+        else dict(config)
+    )
+    text: dict[str, Any] = given.get("text_config", given)
+    rope: dict[str, Any] = text.get("rope_parameters") or {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            text.setdefault(key, rope[key])
+    text.setdefault("rope_scaling", rope if rope.get("rope_type", "default") != "default" else None)
+    if "num_local_experts" in text:
+        text.setdefault("num_experts", text["num_local_experts"])
+    widths = [layer.get("head_dim", 0) for layer in (text.get("per_layer_config") or {}).values()]
+    if widths:
+        text.setdefault("global_head_dim", max(widths))
+    return given
 
 
 def _is_quantized(path: str, layer: Any) -> bool:
