@@ -1,11 +1,11 @@
 """What sentence-transformers applies to pooled hidden states: dense layers and the norm.
 
-Knows: modules.json and the folders that it lists, as saved by sentence-transformers 5. Must not
-know: pooling, jobs, models.
+Knows: modules.json and the folders that it lists, as saved by sentence-transformers 5, and that a
+GGUF file may have dense layers. Must not know: pooling, jobs, models.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import read_embedding_modules
 from app.engine.embed_queue import normalize
 from app.engine.weights import open_shard
+from models.gguf.reader import GGUFError
+from models.gguf.weights import read_dense_layers
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
@@ -69,19 +71,35 @@ class EmbeddingHead:
 def load_embedding_head(folder: Path, hidden_size: int) -> EmbeddingHead:
     """Reads the dense layers that modules.json of a model's folder lists. Without that file, there
     are none. Raises AppError(MODEL_FILES) for dense layers that cannot be used."""
-    layers: list[DenseLayer] = []
+    folders = [folder / path for path in _list_dense_folders(folder)]
+    return _make_head(((path, _read_dense(path)) for path in folders), hidden_size)
+
+
+def load_gguf_embedding_head(path: Path, hidden_size: int) -> EmbeddingHead:
+    """Reads the dense layers in a GGUF file, if it has any. Raises the same errors as
+    `load_embedding_head`."""
+    try:
+        weights = read_dense_layers(path)
+    except (EOFError, GGUFError, OSError) as error:
+        raise _error(path, f"reading the dense layers failed: {error}") from error
+    identity = _ACTIVATIONS["Identity"]
+    layers = [DenseLayer(weight=weight, bias=None, activation=identity) for weight in weights]
+    return _make_head(((path, layer) for layer in layers), hidden_size)
+
+
+def _make_head(layers: Iterable[tuple[Path, DenseLayer]], hidden_size: int) -> EmbeddingHead:
+    used: list[DenseLayer] = []
     width = hidden_size
-    for path in _list_dense_folders(folder):
-        layer = _read_dense(folder / path)
+    for path, layer in layers:
         if layer.weight.ndim != 2 or layer.weight.shape[1] != width:
             raise _error(
-                folder / path,
+                path,
                 f"linear.weight has the shape {list(layer.weight.shape)}, but its input has "
                 f"{width} elements",
             )
         width = layer.weight.shape[0]
-        layers.append(layer)
-    return EmbeddingHead(hidden_size, layers)
+        used.append(layer)
+    return EmbeddingHead(hidden_size, used)
 
 
 def _list_dense_folders(folder: Path) -> Sequence[str]:

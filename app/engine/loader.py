@@ -20,7 +20,7 @@ from app.core.units import format_bytes
 from app.engine.adapters import open_adapters
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
-from app.engine.embedding_head import load_embedding_head
+from app.engine.embedding_head import load_embedding_head, load_gguf_embedding_head
 from app.engine.encoder_loop import EncoderLoop
 from app.engine.fit import (
     TYPICAL_SEQUENCE_LENGTH,
@@ -51,6 +51,7 @@ from models.base import Model
 from models.checkpoint_config import is_encoder, num_query_heads
 from models.cpu_layout import is_batch_invariant
 from models.encoder import Encoder
+from models.gguf.reader import has_magic
 from models.gpu_layout import apply_gpu_layout
 from models.kv import LayerCache, dispatch_caches, evaluate_caches
 
@@ -121,9 +122,14 @@ def _load_encoder(files: ModelFiles, settings: Settings, report: ProgressCallbac
     raise_unless_fits(fit, files)
     read_weights(model, files.path, report)
     _check_device(model, files)
+    width = int(files.config["hidden_size"])
+    if has_magic(files.shards[0]):
+        head = load_gguf_embedding_head(files.shards[0], width)
+    else:
+        head = load_embedding_head(files.path, width)
     return EncoderLoop(
         model,
-        load_embedding_head(files.path, int(files.config["hidden_size"])),
+        head,
         context=fit.context_that_fits,
         budget=fit.budget,
         weights=fit.weights,

@@ -29,6 +29,9 @@ _NOT_ROTATED = 1e29
 
 CONFIG_TENSORS = (_ROPE_FREQS, _ROPE_LONG, "rope_factors_short.weight")
 
+# the dense layers that follow the pooling of an encoder, in order: they are no part of the model
+DENSE_TENSORS = ("dense_2.weight", "dense_3.weight")
+
 _NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -217,6 +220,7 @@ class Architecture:
     norms_have_one_added: whether the weights of norms are one larger than in the original.
     layers_differ: whether layers have different numbers of key heads and widths of MLPs, which
         read_config then returns.
+    has_dense_layers: whether dense layers (`DENSE_TENSORS`) follow the pooling.
     """
 
     read_config: Callable[[Metadata], Config]
@@ -226,6 +230,7 @@ class Architecture:
     rotates_pairs: bool = False
     norms_have_one_added: bool = False
     layers_differ: bool = False
+    has_dense_layers: bool = False
 
 
 def find_architecture(metadata: Metadata) -> Architecture:
@@ -276,6 +281,8 @@ def rename_tensors(file: GGUFFile) -> dict[str, str]:
     for name in file.tensors:
         block = _BLOCK.fullmatch(name)
         if name in CONFIG_TENSORS or (block is not None and int(block[1]) >= layers):
+            continue
+        if architecture.has_dense_layers and name in DENSE_TENSORS:
             continue
         target = rename_tensor(name, architecture)
         if target is None:
@@ -568,6 +575,25 @@ def _read_gemma3(metadata: Metadata) -> Config:
         config["sliding_window_pattern"] = 1
     if metadata.has("final_logit_softcapping"):
         config["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return config
+
+
+def _read_gemma_embedding(metadata: Metadata) -> Config:
+    """EmbeddingGemma. Its vectors are those of the dense layers that follow the pooling."""
+    missing = [name for name in DENSE_TENSORS if not metadata.has_tensor(name)]
+    if missing:
+        raise UnsupportedError(
+            f"{metadata.file.path} lacks {' and '.join(missing)}, without which its embeddings "
+            "would be wrong: use a file that was converted with "
+            "--sentence-transformers-dense-modules"
+        )
+    config = {**_read_gemma3(metadata), "use_bidirectional_attention": True}
+    pattern = "attention.sliding_window_pattern"
+    if metadata.has(pattern):
+        config["layer_types"] = [
+            "sliding_attention" if slides else "full_attention"
+            for slides in metadata.flags(pattern, count_layers(metadata))
+        ]
     return config
 
 
@@ -962,6 +988,12 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     },
     "gemma2": Architecture(read_config=_read_gemma2, names=_GEMMA_NAMES, norms_have_one_added=True),
     "gemma3": Architecture(read_config=_read_gemma3, names=_GEMMA_NAMES, norms_have_one_added=True),
+    "gemma-embedding": Architecture(
+        read_config=_read_gemma_embedding,
+        names=_GEMMA_NAMES,
+        norms_have_one_added=True,
+        has_dense_layers=True,
+    ),
     "gemma4": Architecture(
         read_config=_read_gemma4,
         names=_GEMMA4_NAMES,

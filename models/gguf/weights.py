@@ -18,7 +18,9 @@ from typing import Any
 import mlx.core as mx
 
 from models.base import ModelError
+from models.gguf import reader
 from models.gguf.architectures import (
+    DENSE_TENSORS,
     NUM_UNUSED_POSITIONS,
     find_architecture,
     rename_tensors,
@@ -135,6 +137,18 @@ def open_weights(file: GGUFFile) -> tuple[Arrays, UnreadTensors]:
             )
         weights |= parts
     return _convert_layers(metadata, weights), unread
+
+
+def read_dense_layers(path: Path) -> list[mx.array]:
+    """Returns the weights [out, in], float32, of the dense layers that follow the pooling of an
+    encoder. Raises the errors of `reader.read` and of `UnreadTensors.read`."""
+    tensors = reader.read(path).tensors
+    found = [tensors[name] for name in DENSE_TENSORS if name in tensors]
+    unread = UnreadTensors()
+    raws = [unread.add(tensor) for tensor in found]
+    unread.read()
+    pairs = zip(raws, found, strict=True)
+    return [to_floats(raw, tensor.type).astype(mx.float32) for raw, tensor in pairs]
 
 
 # fused projections -> the axis of the tensor that is split, and the projections

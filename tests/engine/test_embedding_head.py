@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.engine.embedding_head import load_embedding_head
+from app.engine.embedding_head import load_embedding_head, load_gguf_embedding_head
 from tests import tiny_encoder
+from tests.models.encoder_reference import draw_tensor
+from tests.models.gguf.encoders import DENSE_SHAPES, write_embedding_gemma
 
 POOLED = np.random.default_rng(1).standard_normal((3, tiny_encoder.WIDTH)).astype(np.float32)
 TANH = "torch.nn.modules.activation.Tanh"
@@ -72,3 +74,19 @@ def test_a_dense_layer_of_another_width_is_an_error(tmp_path: Path) -> None:
     folder = tiny_encoder.write(tmp_path / "m", pooling="mean_tokens", dense=(48,))
     with pytest.raises(AppError, match=r"\[48, 32\], but its input has 16 elements"):
         load_embedding_head(folder, 16)
+
+
+def test_the_dense_layers_of_a_gguf_file_precede_the_norm(tmp_path: Path) -> None:
+    path = write_embedding_gemma(tmp_path / "m.gguf")
+    head = load_gguf_embedding_head(path, 32)
+    pooled = np.random.default_rng(1).standard_normal((3, 32)).astype(np.float32)
+    expected = pooled
+    for name, shape in DENSE_SHAPES.items():
+        expected = expected @ draw_tensor(name, shape).T
+    expected /= np.linalg.norm(expected, axis=-1, keepdims=True)
+    np.testing.assert_allclose(np.array(head(mx.array(pooled), [None] * 3)), expected, atol=1e-6)
+    with pytest.raises(AppError, match=r"\[96, 32\], but its input has 16 elements"):
+        load_gguf_embedding_head(path, 16)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(AppError, match="reading the dense layers failed"):
+        load_gguf_embedding_head(path, 32)

@@ -25,6 +25,9 @@ ENCODERS = {
     "nomic-bert": "nomic-bert",
 }
 
+# the dense layers of an EmbeddingGemma
+DENSE_SHAPES = {"dense_2.weight": (96, 32), "dense_3.weight": (32, 96)}
+
 
 def write_encoder(
     path: Path,
@@ -80,6 +83,58 @@ def write_encoder(
             writer.add_tensor(target, np.ascontiguousarray(array, np.float32))
         else:
             writer.add_tensor(target, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_embedding_gemma(
+    path: Path,
+    *,
+    quantize: Callable[[str], Types | None] = lambda name: None,
+    extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    has_dense: bool = True,
+    slides: list[bool] | None = None,
+) -> Path:
+    """An EmbeddingGemma with the dense modules of sentence-transformers, as conversion/gemma.py
+    writes it. slides: whether the window of each layer slides, as some files have it."""
+    case = REFERENCE["embedding-gemma"]
+    config: dict[str, Any] = case["config"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, "gemma-embedding")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    if slides is not None:
+        writer.add_sliding_window_pattern(slides)
+    extra(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA_EMBEDDING, 3)
+    tensors: dict[str, np.ndarray] = {}
+    for tensor, shape in case["tensors"].items():
+        name = names.get_name(tensor, try_suffixes=(".weight",))
+        assert name is not None, tensor
+        array = draw_tensor(tensor, shape)
+        tensors[name] = array + 1 if tensor.endswith("norm.weight") else array
+    if has_dense:
+        for name, shape in DENSE_SHAPES.items():
+            tensors[name] = draw_tensor(name, shape)
+    for name, array in tensors.items():
+        kind = quantize(name) if array.ndim > 1 else None
+        if kind is None:
+            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

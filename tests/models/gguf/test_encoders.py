@@ -14,11 +14,18 @@ from models.encoder import Encoder, split_inputs
 from models.gguf import reader
 from models.gguf.architectures import read_config
 from models.gguf.reader import GGUFError
-from models.gguf.weights import open_weights
-from tests.models.encoder_reference import draw_inputs
-from tests.models.gguf.encoders import ENCODERS, REFERENCE, write_encoder
+from models.gguf.weights import open_weights, read_dense_layers
+from tests.models.encoder_reference import draw_inputs, draw_tensor
+from tests.models.gguf.encoders import (
+    DENSE_SHAPES,
+    ENCODERS,
+    REFERENCE,
+    write_embedding_gemma,
+    write_encoder,
+)
 from tests.models.gguf.test_architectures import build
-from tests.models.test_encoder import NEAR
+from tests.models.test_encoder import NEAR, encode
+from tests.models.test_encoder import build as build_hub
 
 Types = gguf.GGMLQuantizationType
 
@@ -111,3 +118,40 @@ def test_experts_are_not_supported(tmp_path: Path):
     writer.close()
     with pytest.raises(GGUFError, match="'nomic-bert-moe' are not supported"):
         open_weights(reader.read(path))
+
+
+@pytest.mark.parametrize("slides", [None, [True, True, False]], ids=["usual", "given"])
+def test_the_hidden_states_of_embedding_gemma_are_those_of_the_hub(
+    tmp_path: Path, slides: list[bool] | None
+):
+    found = build(write_embedding_gemma(tmp_path / "m.gguf", slides=slides))
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    expected = build_hub(
+        "embedding-gemma",
+        query_pre_attn_scalar=16,  # no key has it
+        sliding_window_pattern=6,
+        layer_types=[kinds[slide] for slide in slides or [True] * 3],
+    )
+    pairs = zip(encode(found, range(4)), encode(expected, range(4)), strict=True)
+    for rows, theirs in pairs:
+        np.testing.assert_allclose(rows, theirs, rtol=0, atol=1e-5)
+
+
+def to_float16(name: str) -> Types:
+    return Types.F16
+
+
+def test_the_dense_layers_of_a_file_are_read(tmp_path: Path):
+    path = write_embedding_gemma(tmp_path / "m.gguf", quantize=to_float16)
+    layers = read_dense_layers(path)
+    assert [layer.shape for layer in layers] == list(DENSE_SHAPES.values())
+    for layer, (name, shape) in zip(layers, DENSE_SHAPES.items(), strict=True):
+        assert layer.dtype == mx.float32
+        assert np.array_equal(layer, draw_tensor(name, shape).astype(np.float16))
+    assert read_dense_layers(write_encoder(tmp_path / "bert.gguf", "bert")) == []
+
+
+def test_an_embedding_gemma_without_dense_layers_is_not_supported(tmp_path: Path):
+    path = write_embedding_gemma(tmp_path / "m.gguf", has_dense=False)
+    with pytest.raises(GGUFError, match=r"lacks dense_2\.weight and dense_3\.weight, without"):
+        read_config(reader.read(path))

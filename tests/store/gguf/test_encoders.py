@@ -15,7 +15,7 @@ from app.engine.model_info import complete_config
 from app.serving.pooling_config import find_rank_method, read_pooling_config
 from app.text.tokenizer import Tokenizer
 from tests.models.encoder_reference import VOCAB, draw_inputs
-from tests.models.gguf.encoders import REFERENCE, write_encoder
+from tests.models.gguf.encoders import REFERENCE, write_embedding_gemma, write_encoder
 from tests.server_process import ServerProcess, run_server
 from tests.store.gguf.files import write_tiny
 from tests.store.ollama_store import OllamaStore
@@ -59,6 +59,13 @@ def test_the_pooling_is_that_of_the_file(tmp_path: Path, kind: str | None, pooli
     assert (files.context_length, files.vocab_size) == (62, VOCAB)
     config = read_pooling_config(files)
     assert (config.pooling, config.unsupported) == (pooling, None)
+
+
+def test_an_embedding_gemma_is_an_encoder(tmp_path: Path) -> None:
+    files = read_files(write_embedding_gemma(tmp_path / "m.gguf", extra=add_words))
+    assert files.is_encoder
+    config = read_pooling_config(files)
+    assert (config.pooling, config.unsupported) == ("mean", None)
 
 
 def test_a_decoder_with_a_pooling_is_a_model_for_embeddings(tmp_path: Path) -> None:
