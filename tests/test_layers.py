@@ -216,6 +216,7 @@ RUN_TIME_IMPORTERS = frozenset(
         "models.mlx_lm_adapter",
         # reads the source text of mlx-lm's classes
         "models.mlx_lm_config",
+        "models.vision.build",
         "app.api.app",
         "app.engine.prefix.policy",
         "app.server",
