@@ -15,7 +15,8 @@ from app.core.settings import Settings
 from app.core.terminal import print_message
 from app.core.units import format_bytes, format_count, format_memory
 from app.engine.fit import Fit, estimate_before_load, open_with_settings
-from app.engine.model_info import ParameterCount, complete_config, count_parameters
+from app.engine.model_info import complete_config
+from app.engine.parameter_count import ParameterCount, count_parameters
 from app.store.gguf.model import is_gguf_model
 from app.store.gguf.summary import count_types
 from models.architectures import get_tower

@@ -1,4 +1,4 @@
-"""Model facts before the load: the completed config, and parameters counted from headers."""
+"""The config of a model before it is loaded."""
 
 import json
 from dataclasses import replace
@@ -10,31 +10,9 @@ import pytest
 from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
-from app.engine.model_info import complete_config, count_parameters
-from app.store import find
+from app.engine.model_info import complete_config
 from tests import tiny, tiny_vision
 from tests.models import encoder_reference
-from tests.store.ollama_store import CONFIG, packed_folder
-
-
-def parameters(config: dict[str, object]) -> int:
-    return sum(array.size for array in tiny.weights({**tiny.CONFIG, **config}).values())
-
-
-def test_parameters_of_a_plain_model_are_counted(tiny_model: Path) -> None:
-    found = count_parameters(complete_config(find(str(tiny_model))))
-    assert found.parameters == parameters({})
-    assert found.nbytes == 4 * found.parameters
-    assert found.by_format == {"float32": found.parameters}
-    assert found.bits_per_parameter == 32
-
-
-def test_a_packed_model_has_the_parameters_of_the_plain_one(tmp_path: Path) -> None:
-    """4 bits, with a scale and a bias of 32 bits for each 64 weights: 5; norms are not packed."""
-    found = count_parameters(complete_config(find(str(packed_folder(tmp_path / "packed")))))
-    assert found.parameters == parameters(CONFIG)
-    assert list(found.by_format) == ["4-bit affine", "float32"]
-    assert 5 < found.bits_per_parameter < 5.2
 
 
 @pytest.fixture(scope="module")

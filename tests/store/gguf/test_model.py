@@ -10,7 +10,7 @@ import pytest
 
 from app import store
 from app.core.errors import AppError, ErrorKind
-from app.engine.model_info import count_parameters
+from app.engine.parameter_count import count_parameters
 from app.engine.weights import list_parameters, open_model, read_weights
 from app.text.chat_template import ChatTemplate
 from app.text.tokenizer import Tokenizer, find_model_stop_conditions
