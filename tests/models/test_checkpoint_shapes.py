@@ -310,8 +310,8 @@ SHAPES: Sequence[Shape] = [
     # other keys
     Shape(id="head_dim null", change=configure(head_dim=NULL)),
     *(
-        Shape(id=f"a window of {value}", change=configure(sliding_window=value))
-        for value in (NULL, -1, 0)
+        Shape(id=f"a window of {name}", change=configure(sliding_window=value))
+        for name, value in (("null", NULL), ("-1", -1), ("0", 0))
     ),
     Shape(id="the number of key heads is missing", change=all_heads),
     Shape(id="unknown keys", change=configure(new_key=[1], other={"a": None})),
