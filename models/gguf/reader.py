@@ -388,7 +388,7 @@ class _Parser:
         if magic != MAGIC:
             if not self._data:
                 raise self._error("it is empty")
-            raise self._error(f"it begins with {magic!r}, not with {MAGIC!r}")
+            raise self._error(f"it does not begin with {MAGIC!r}")
         self._offset = len(MAGIC)
         version = self._unpack("I", "its version")
         if version in _VERSIONS:

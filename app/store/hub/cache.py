@@ -311,9 +311,10 @@ def _delete_quantization(folder: Path, quantization: str) -> bool:
     doomed = {path for path in paths if required_files.get_quantization(path.name) == quantization}
     if not doomed:
         raise FileNotFoundError(str(folder))
-    kept = {path.resolve(): path for path in paths if path not in doomed}
+    kept = [path for path in paths if path not in doomed]
+    used = {path.resolve() for path in kept}
     blobs = folder.resolve() / "blobs"
     unused = [blob for path in doomed if (blob := path.resolve()).parent == blobs]
-    for path in (*doomed, *(blob for blob in unused if blob not in kept)):
+    for path in (*doomed, *(blob for blob in unused if blob not in used)):
         path.unlink(missing_ok=True)
-    return all(is_projector(path.name) for path in kept.values())
+    return all(is_projector(path.name) for path in kept)

@@ -104,7 +104,7 @@ def test_the_fingerprint_changes_with_the_file(write):
 T = tensor("t", (8,), F32, 0)
 INVALID = {
     "empty": (b"", "it is empty"),
-    "other magic": (b"PK\x03\x04" + bytes(40), r"begins with b'PK"),
+    "other magic": (b"PK\x03\x04" + bytes(40), r"does not begin with b'GGUF'"),
     "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
     "cut in the counts": (gguf()[:12], "truncated: its counts"),
     "version 1": (gguf(version=1), "its version is 1"),
@@ -225,7 +225,7 @@ def test_a_header_is_copied_with_the_content_of_named_small_tensors(write, tmp_p
 
 
 def test_a_header_that_cannot_be_copied_is_an_error(tmp_path):
-    for content, reason in ((b"PK", "begins with"), (gguf(num_keys=1)[:24], "truncated")):
+    for content, reason in ((b"PK", "does not begin with"), (gguf(num_keys=1)[:24], "truncated")):
         with pytest.raises(GGUFError, match=reason):
             reader.copy_header(
                 lambda offset, count, whole=content: whole[offset : offset + count],

@@ -317,7 +317,7 @@ def test_a_corrupt_pull_is_an_error_and_leaves_no_model(machine: Machine) -> Non
     machine.hub.add("org/Bad-GGUF", folder)
     machine.hub.faults.corrupt.add("Bad-Q8_0.gguf")
     *_, last = machine.pull("org/Bad-GGUF:Q8_0")
-    assert "is not a usable GGUF file: it begins with b'FGUF'" in last["error"]
+    assert "is not a usable GGUF file: it does not begin with b'GGUF'" in last["error"]
     assert "mlxrunner-header" not in last["error"]
     assert "org/Bad-GGUF:Q8_0" not in machine.tags()
 
