@@ -94,7 +94,15 @@ def convert(
     _add_parameters(writer, arch, config)
     _add_rope(writer, config)
     extra(writer)
-    for name, array in _convert_weights(arch, config, weights).items():
+    write_tensors(writer, _convert_weights(arch, config, weights), quantize)
+
+
+def write_tensors(
+    writer: gguf.GGUFWriter, tensors: Weights, quantize: Callable[[str], Types | None]
+) -> None:
+    """Writes the tensors, and closes the file. Vectors, and matrices without a type, are float32.
+    quantize: the type of a matrix, by its name in the file."""
+    for name, array in tensors.items():
         kind = quantize(name) if array.ndim > 1 else None
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))

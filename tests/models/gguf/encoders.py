@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.models import encoder_reference
 from tests.models.encoder_reference import draw_tensor
-from tests.models.gguf.converter import Types
+from tests.models.gguf.converter import Types, write_tensors
 
 REFERENCE: Any = json.loads(encoder_reference.FILE.read_text())
 
@@ -77,16 +77,7 @@ def write_encoder(
         tensors[target] = array
     if fused:
         tensors = _fuse(tensors)
-    for target, array in tensors.items():
-        kind = quantize(target) if array.ndim > 1 else None
-        if kind is None:
-            writer.add_tensor(target, np.ascontiguousarray(array, np.float32))
-        else:
-            writer.add_tensor(target, gguf.quants.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, tensors, quantize)
     return path
 
 
@@ -129,16 +120,7 @@ def write_embedding_gemma(
     if has_dense:
         for name, shape in DENSE_SHAPES.items():
             tensors[name] = draw_tensor(name, shape)
-    for name, array in tensors.items():
-        kind = quantize(name) if array.ndim > 1 else None
-        if kind is None:
-            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, tensors, quantize)
     return path
 
 

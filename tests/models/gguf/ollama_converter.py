@@ -13,7 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.models.gguf.converter import Config, Types, Weights
+from tests.models.gguf.converter import Config, Types, Weights, write_tensors
 
 # model_type -> Ollama's architecture
 ARCHITECTURES: Mapping[str, str] = {
@@ -132,16 +132,7 @@ def write_tower(
     if arch == "gemma4" and "v.blk.0.attn_q.input_max" in tensors:
         tensors["v.clamp_data"] = _pack_limits(tensors, config["vision_config"])
     change(tensors)
-    for name, array in tensors.items():
-        kind = quantize(name) if array.ndim > 1 else None
-        if kind is None:
-            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, tensors, quantize)
     return path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.models.gguf.converter import Config, Types, Weights, permute
+from tests.models.gguf.converter import Config, Types, Weights, permute, write_tensors
 
 Kind = gguf.VisionProjectorType
 
@@ -79,16 +79,7 @@ def convert(
     if kind == Kind.PIXTRAL:
         tensors["v.token_embd.img_break"] = np.ones(32, np.float32)
     change(tensors)
-    for name, array in tensors.items():
-        chosen = quantize(name) if array.ndim > 1 else None
-        if chosen is None:
-            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(array, chosen), raw_dtype=chosen)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, tensors, quantize)
     return path
 
 
