@@ -4,31 +4,14 @@ Knows: the keys of `vision_config`, names and layouts of published checkpoints. 
 text model, resizing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
 from models import base
 from models.layers import CenteredNorm
-from models.vision.layers import (
-    MLP,
-    Rotation,
-    activate,
-    find_activation,
-    from_heads,
-    make_frequencies,
-    make_rotation,
-    rename_prefixes,
-)
-from models.vision.pixels import CLIP, PixelTable, flatten_patch_weight
-from models.vision.qwen2_5_vl import PREFIXES
-from models.vision.qwen3_vl import Attention
-from models.vision.tower import Grid, VisionTower
-
-_EPS = 1e-6
+from models.vision.layers import MLP, find_activation
+from models.vision.qwen_vl import EPS, Attention, Block, Qwen2Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,75 +33,26 @@ class Config(base.Config):
         return int(self.embed_dim * self.mlp_ratio)
 
 
-class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        width = config.embed_dim
-        self.norm1, self.norm2 = CenteredNorm(width, _EPS), CenteredNorm(width, _EPS)
-        self.attn = Attention(width, config.num_heads)
-        self.mlp = MLP((width, config.inner_size, width), find_activation(config.hidden_act))
-
-    def project(
-        self, x: mx.array, rotation: Rotation | None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        return self.attn.project(self.norm1(x), rotation)
-
-    def complete(self, x: mx.array, attended: mx.array) -> mx.array:
-        x = x + self.attn.proj(from_heads(attended))
-        return x + self.mlp(self.norm2(x))
-
-
-class Merger(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._width = width = config.embed_dim * config.spatial_merge_size**2
-        self.ln_q = CenteredNorm(config.embed_dim, _EPS)
-        self.linear_1 = nn.Linear(width, width)
-        self.linear_2 = nn.Linear(width, config.hidden_size)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        joined = self.ln_q(x).reshape(-1, self._width)
-        return self.linear_2(activate(nn.gelu, self.linear_1(joined)))
-
-
-class Tower(VisionTower):
+class Tower(Qwen2Tower):
     def __init__(self, config: Config, processor: Mapping[str, Any]) -> None:
+        width = config.embed_dim
         super().__init__(
-            PixelTable(processor, CLIP),
+            processor,
+            [_make_block(config) for _ in range(config.depth)],
+            CenteredNorm(width, EPS),
             patch_size=config.patch_size,
             merge_size=config.spatial_merge_size,
-            hidden_size=config.embed_dim,
+            hidden_size=width,
             inner_size=config.inner_size,
             heads=config.num_heads,
+            feature_size=config.hidden_size,
         )
-        self._config = config
-        self.patch_embed = {
-            "proj": nn.Linear(3 * config.patch_size**2, config.embed_dim, bias=False)
-        }
-        self.blocks = [Block(config) for _ in range(config.depth)]
-        self.merger = Merger(config)
 
-    @property
-    def feature_size(self) -> int:
-        return self._config.hidden_size
 
-    @property
-    def stack(self) -> Sequence[Block]:
-        return self.blocks
-
-    def rotation(self, grid: Grid) -> Rotation:
-        frequencies = make_frequencies(10000.0, self.head_dim // 2)
-        return make_rotation(grid.y, grid.x, frequencies, frequencies)
-
-    def embed(self, patches: mx.array, grid: Grid, part: slice) -> mx.array:
-        return self.patch_embed["proj"](patches)
-
-    def merge(self, x: mx.array) -> mx.array:
-        return self.merger(x)
-
-    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        named = rename_prefixes(weights, PREFIXES)
-        name = "patch_embed.proj.weight"
-        if name in named:
-            named[name] = flatten_patch_weight(name, named[name], self.patch_size)
-        return named
+def _make_block(config: Config) -> Block:
+    width = config.embed_dim
+    return Block(
+        (CenteredNorm(width, EPS), CenteredNorm(width, EPS)),
+        Attention(width, config.num_heads),
+        MLP((width, config.inner_size, width), find_activation(config.hidden_act)),
+    )

@@ -19,19 +19,13 @@ from models.vision.layers import (
     Rotation,
     activate,
     find_activation,
-    from_heads,
     interpolate_axis,
     make_frequencies,
     make_rotation,
-    rename_prefixes,
-    rotate,
-    to_heads,
 )
-from models.vision.pixels import HALF, PixelTable, flatten_patch_weight
+from models.vision.pixels import HALF, PixelTable
+from models.vision.qwen_vl import EPS, PREFIXES, Attention, Block, name_weights
 from models.vision.tower import Grid, VisionTower
-
-_EPS = 1e-6
-_PREFIXES = (("visual.", ""), ("vision_tower.", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,45 +51,6 @@ class Config(base.Config):
         return make_frequencies(theta, self.hidden_size // self.num_heads // 2)
 
 
-class Attention(nn.Module):
-    """Attention with one product for queries, keys and values."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self._heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-
-    def project(
-        self, x: mx.array, rotation: Rotation | None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        assert rotation is not None
-        queries, keys, values = (
-            to_heads(part, self._heads) for part in mx.split(self.qkv(x), 3, axis=-1)
-        )
-        return rotate(queries, rotation), rotate(keys, rotation), values
-
-
-class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        sizes = config.hidden_size, config.intermediate_size, config.hidden_size
-        self.norm1 = CenteredNorm(config.hidden_size, _EPS)
-        self.norm2 = CenteredNorm(config.hidden_size, _EPS)
-        self.attn = Attention(config.hidden_size, config.num_heads)
-        activation = find_activation(config.hidden_act)
-        self.mlp = MLP(sizes, activation, ("linear_fc1", "linear_fc2"))
-
-    def project(
-        self, x: mx.array, rotation: Rotation | None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        return self.attn.project(self.norm1(x), rotation)
-
-    def complete(self, x: mx.array, attended: mx.array) -> mx.array:
-        x = x + self.attn.proj(from_heads(attended))
-        return x + self.mlp(self.norm2(x))
-
-
 class Merger(nn.Module):
     """Merges squares of patches into image rows. joined: whether the norm applies to the merged
     row, and not to each patch."""
@@ -104,7 +59,7 @@ class Merger(nn.Module):
         super().__init__()
         width = config.hidden_size * config.spatial_merge_size**2
         self._joined, self._width = joined, width
-        self.norm = CenteredNorm(width if joined else config.hidden_size, _EPS)
+        self.norm = CenteredNorm(width if joined else config.hidden_size, EPS)
         self.linear_fc1 = nn.Linear(width, width)
         self.linear_fc2 = nn.Linear(width, config.out_hidden_size)
 
@@ -130,7 +85,7 @@ class Tower(VisionTower):
         self._side = int(config.num_position_embeddings**0.5)
         self.patch_embed = {"proj": nn.Linear(3 * config.patch_size**2, config.hidden_size)}
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = [Block(config) for _ in range(config.depth)]
+        self.blocks = [_make_block(config) for _ in range(config.depth)]
         self.merger = Merger(config, joined=False)
         self.deepstack_merger_list = [Merger(config, joined=True) for _ in levels]
 
@@ -170,8 +125,14 @@ class Tower(VisionTower):
         return self.deepstack_merger_list[levels.index(block)](x) if block in levels else None
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        named = rename_prefixes(weights, _PREFIXES)
-        name = "patch_embed.proj.weight"
-        if name in named:
-            named[name] = flatten_patch_weight(name, named[name], self.patch_size)
-        return named
+        return name_weights(weights, [(prefix, "") for prefix in PREFIXES], self.patch_size)
+
+
+def _make_block(config: Config) -> Block:
+    width = config.hidden_size
+    activation = find_activation(config.hidden_act)
+    return Block(
+        (CenteredNorm(width, EPS), CenteredNorm(width, EPS)),
+        Attention(width, config.num_heads),
+        MLP((width, config.intermediate_size, width), activation, ("linear_fc1", "linear_fc2")),
+    )
