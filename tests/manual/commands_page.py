@@ -27,7 +27,7 @@ SETTING_FLAGS = frozenset(option.flag for option in OPTIONS) | {"--config", "--h
 
 def render() -> str:
     parser = cli._build_parser()
-    parts = [HEAD, *_render_overview()]
+    parts = [HEAD]
     for command in declarations.COMMANDS:
         parts += _render_command(
             parser.subcommands[command.name], command.summary, list(command.examples)
@@ -47,17 +47,6 @@ def list_own_arguments(parser: CommandLineParser) -> list[CommandArgument]:
 
 def accepts_settings(parser: CommandLineParser) -> bool:
     return set(parser.list_flags()) >= SETTING_FLAGS
-
-
-def _render_overview() -> Iterator[str]:
-    groups = dict.fromkeys(command.group for command in declarations.COMMANDS)
-    rows = [
-        (f"[`{command.name}`](#mlxrunner-{command.name})", group, command.summary)
-        for group in groups
-        for command in declarations.COMMANDS
-        if command.group == group
-    ]
-    yield format_table(("command", "group", "effect"), rows)
 
 
 def _render_command(
