@@ -38,12 +38,12 @@ from app.runners.compile_dir import prepare_compile_dir
 from app.runners.pool import ModelPool
 from app.runners.preflight import estimate_memory
 from app.runners.ranks.launch import Launch, detect_launch, restrict_to_one_model, watch_launcher
+from app.runners.spawn import Spawn, spawn
 from app.serving.keep_awake import keep_awake
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.reload_signal import ReloadSignal
 from app.serving.usage_file import UsageFile, name_usage_file
 from app.store import is_builtin
-from models import extension_build
 
 if TYPE_CHECKING:
     # imported by `_RunningServer._build`, while the first model starts to load
@@ -80,13 +80,14 @@ def serve(
     config_path: str | None = None,
     read_settings: Callable[[], Settings] | None = None,
     reload_signal: ReloadSignal | None = None,
+    spawn: Spawn = spawn,
 ) -> int:
     """Runs the server until a stop signal arrives, and returns the exit status. Raises AppError for
     missing models and for insecure or unusable settings.
 
     config_path: the configuration file, which receives changed defaults of models. read_settings:
     reads the settings again, for a reload; None if there are no reloads. reload_signal: requests a
-    reload.
+    reload. spawn: starts a model process.
     """
     launch = detect_launch(os.environ)
     if launch is not None:
@@ -96,7 +97,6 @@ def serve(
         settings = restrict_to_one_model(settings)
         if launch.rank > 0:
             return _run_follower(launch, settings)
-    os.environ[extension_build.VARIABLE] = extension_build.IDENTITY
     keyring, warnings = check_security_settings(settings, os.environ)
     for warning in warnings:
         log.warning("%s", warning)
@@ -104,7 +104,7 @@ def serve(
     entries = [_resolve_entry(model, settings) for model in settings.models or (None,)]
     others: RankGroup | None = None
     if launch is None:
-        make = _get_runner_factory(settings)
+        make = _get_runner_factory(settings, spawn)
     else:
         entries = [_pin(entry) for entry in entries]
         make, others = _start_rank_zero(launch, entries[0])
@@ -425,7 +425,7 @@ def _run_follower(launch: Launch, settings: Settings) -> int:
     return run_follower(launch, entry.files, entry.served.settings)
 
 
-def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
+def _get_runner_factory(settings: Settings, spawn: Spawn) -> Callable[[Settings], Runner]:
     """Returns the factory that creates runners. Only the selected module is imported, because
     importing the engine is slow, and only model processes and thread runners need it."""
     if settings.runner == "thread":
@@ -435,7 +435,7 @@ def _get_runner_factory(settings: Settings) -> Callable[[Settings], Runner]:
         return ThreadRunner
     from app.runners.process_runner import ProcessRunner
 
-    return ProcessRunner
+    return partial(ProcessRunner, spawn=spawn)
 
 
 def _create_usage_file(settings: Settings, usage: UsageCounters) -> UsageFile | None:

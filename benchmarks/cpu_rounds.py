@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from app.runners.child_process import request_huge_pages
+from app.runners.spawn import request_huge_pages
 from benchmarks import cpu_gguf, cpu_tables
 from benchmarks.cpu_backends import (
     ROOT,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from app.config import flags, value_types
 from app.config.command_line import CommandLineParser, Examples, make_argparse_type
-from app.config.options import TEMPORARY_CONFIG_VARIABLE
 from app.config.precedence import ResolvedConfig, resolve_config
 
 _START, _MODELS, _MACHINE = "get started", "models", "settings and tools"
@@ -48,25 +47,9 @@ def _add_serve_arguments(parser: CommandLineParser) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from app.observability.logs import configure_logging, flush_logs
-    from app.serving.reload_signal import ReloadSignal
+    from app.commands.serve import serve
 
-    reload_signal = ReloadSignal()
-    with reload_signal.handled():
-        configuration = _resolve_config(arguments)
-        configure_logging(configuration.settings)
-        from app.server import serve
-
-        temporary = TEMPORARY_CONFIG_VARIABLE in os.environ
-        try:
-            return serve(
-                configuration.settings,
-                None if temporary else configuration.path,
-                lambda: _resolve_config(arguments).settings,
-                reload_signal,
-            )
-        finally:
-            flush_logs()
+    return serve(lambda: _resolve_config(arguments))
 
 
 SERVE = Command(

@@ -1,4 +1,4 @@
-"""Starts child processes, logs their output, and reports why they exit.
+"""Supervises child processes, logs their output, and reports why they exit.
 
 Knows: processes, pipes, signals, a pair of connected sockets. Must not know: models, jobs, the
 messages on the sockets.
@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-import sys
+import threading
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,6 +23,7 @@ from pathlib import Path
 from app.core.ports import FailureCause
 from app.core.units import pluralize
 from app.runners.channel import encode_frame
+from app.runners.spawn import SpawnedProcess, build_command, build_environment
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,6 @@ _ERROR_MARKERS = (
 
 # The log rate limit: the maximum number of lines per window, and the window length in seconds.
 _LINES_PER_WINDOW, _WINDOW = 100, 10.0
-
-# The directory of the packages `app` and `models`.
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-
-_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 _CHUNK = 1 << 16
 
@@ -184,7 +180,7 @@ async def run_module(
         stdout=PIPE,
         stderr=PIPE,
         env={**build_environment(), **(extra_env or {})},
-        process_group=0,  # as in `ChildProcess.start`
+        process_group=0,  # as in `spawn`
     )
     complaint = ProcessOutput()
     try:
@@ -220,34 +216,6 @@ async def _read_stderr(process: Process, stderr: ProcessOutput) -> None:
     deque(stderr.flush(), maxlen=0)
 
 
-def build_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Returns the command that runs a module. The option -P keeps the working directory off
-    sys.path, because users may start servers in directories with their own `app` package."""
-    return (sys.executable, "-P", "-m", module, *arguments)
-
-
-def request_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that makes malloc request transparent huge pages, unless `environment`
-    has a value for it. Weights are read once per token, and with pages of 4 KiB, address
-    translation takes up to a third of that time. Linux gives them without a request if it is
-    configured so ("always" in /sys/kernel/mm/transparent_hugepage/enabled), but many distributions
-    set "madvise". Other systems, other C libraries and glibc before 2.35 ignore the variable, which
-    is read when a process starts (https://sourceware.org/glibc/manual/latest/html_node/
-    Memory-Allocation-Tunables.html)."""
-    known = environment.get(_TUNABLES, "")
-    if _HUGE_PAGES in known:
-        return {}
-    return {_TUNABLES: ":".join(filter(None, [known, f"{_HUGE_PAGES}=1"]))}
-
-
-def build_environment() -> dict[str, str]:
-    known = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "PYTHONPATH": f"{_PACKAGE_ROOT}{os.pathsep}{known}" if known else str(_PACKAGE_ROOT),
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExit:
     """The exit of a process.
@@ -274,45 +242,29 @@ def count_oom_kills() -> int | None:
 
 
 class ChildProcess:
-    """A running model process. `name` is the name of the model, which appears in the log and in
-    `ps`. `channel_end` is this process's end of a pair of connected sockets, which the caller
-    closes. The process exits when it is closed."""
+    """A running model process, on the running event loop. `name` is the name of the model, which
+    appears in the log. `channel_end` is this process's end of a pair of connected sockets, which
+    the caller closes. The process exits when it is closed."""
 
-    def __init__(
-        self, name: str, process: asyncio.subprocess.Process, channel_end: socket.socket
-    ) -> None:
+    def __init__(self, name: str, spawned: SpawnedProcess) -> None:
         self._name = name
-        self.channel_end = channel_end
-        self._process = process
-        self._output = ProcessOutput()
+        self.channel_end = spawned.channel_end
+        self._process = spawned.process
+        self._loop = asyncio.get_running_loop()
+        self._lines = ProcessOutput()
+        self._rate_limit, self._log_level = LogRateLimit(), logging.WARNING
+        self._output_ended = asyncio.Event()
         self._terminating = False
         self._oom_kills_at_start = count_oom_kills()
-        self._output_task = asyncio.create_task(self._read_output())
+        assert self._process.stdout is not None
+        self._stdout = self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._loop.add_reader(self._stdout, self._read_output)
+        self._exit_status: asyncio.Future[int] = self._loop.create_future()
+        threading.Thread(
+            target=self._wait_for_exit, name=f"waitpid-{self.pid}", daemon=True
+        ).start()
         self._exit_task = asyncio.create_task(self._reap())
-
-    @classmethod
-    async def start(cls, name: str) -> "ChildProcess":
-        """Starts the process. Raises OSError if the process cannot be started."""
-        with contextlib.ExitStack() as on_error:
-            end, child_end = socket.socketpair()
-            on_error.callback(end.close)
-            with child_end:
-                process = await asyncio.create_subprocess_exec(
-                    *build_command("app.runners.worker_main", name, str(child_end.fileno())),
-                    stdin=asyncio.subprocess.PIPE,  # see `parent_watch`
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    pass_fds=(child_end.fileno(),),
-                    # Ctrl-C at the terminal must reach only the parent, which stops its children
-                    # gracefully. The process therefore has its own process group, but not its own
-                    # session; see `parent_watch`. Linux also schedules by session (autogroup). On a
-                    # busy machine, the 99th percentile of the token delay was 0.1 s with a separate
-                    # session, and 0.02 s with the same session.
-                    process_group=0,
-                    env={**build_environment(), **request_huge_pages(os.environ)},
-                )
-            on_error.pop_all()
-        return cls(name, process, end)
 
     @property
     def pid(self) -> int:
@@ -320,12 +272,12 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None
+        return not self._exit_status.done()
 
     @property
     def last_output(self) -> str:
         """The lines of the output so far that may explain a failure."""
-        return self._output.find_reason()
+        return self._lines.find_reason()
 
     async def wait(self) -> ProcessExit:
         """Waits until the process has exited and its resources are closed. Several tasks may wait
@@ -349,17 +301,26 @@ class ChildProcess:
             self.kill()
             await self.wait()
 
+    def _wait_for_exit(self) -> None:
+        """Runs on its own thread, because the process may have been started by any thread or
+        before the event loop, and not every system notifies an event loop of its exit."""
+        status = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._set_exit_status, status)
+
+    def _set_exit_status(self, status: int) -> None:
+        if not self._exit_status.done():  # cancelled with the event loop
+            self._exit_status.set_result(status)
+
     async def _reap(self) -> ProcessExit:
-        status = await self._process.wait()
+        status = await self._exit_status
         # Read the rest of the pipe with a timeout, because another process may still hold it open.
-        await asyncio.wait({self._output_task}, timeout=_OUTPUT_TIMEOUT)
-        self._output_task.cancel()
-        await asyncio.gather(self._output_task, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._output_ended.wait(), _OUTPUT_TIMEOUT)
+        self._end_output()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        with contextlib.suppress(OSError):
-            await self._process.stdin.wait_closed()
-        last_output = "" if status == -signal.SIGKILL else self._output.find_reason()
+        last_output = "" if status == -signal.SIGKILL else self._lines.find_reason()
         return ProcessExit(
             description=describe_exit(status),
             last_output=last_output,
@@ -374,33 +335,41 @@ class ChildProcess:
             return "unknown"
         return "outside"
 
-    async def _read_output(self) -> None:
-        """Reads all output of the process, because a full pipe would block it."""
-        stream = self._process.stdout
-        assert stream is not None
-        quota, level = LogRateLimit(), logging.WARNING
-        now = asyncio.get_running_loop().time
-        while data := await stream.read(_CHUNK):
-            for line in self._output.feed(data):
-                level = self._log_line(line, level, quota, now())
-        for line in self._output.flush():
-            level = self._log_line(line, level, quota, now())
+    def _read_output(self) -> None:
+        """Reads the output of the process. All of it is read, because a full pipe would block the
+        process."""
+        try:
+            data = os.read(self._stdout.fileno(), _CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        for line in self._lines.feed(data) if data else self._lines.flush():
+            self._log_line(line)
+        if not data:
+            self._end_output()
 
-    def _log_line(self, line: str, level: int, rate_limit: LogRateLimit, now: float) -> int:
-        """Logs a line at its own level and returns the level.
+    def _end_output(self) -> None:
+        if not self._stdout.closed:
+            self._loop.remove_reader(self._stdout)
+            self._stdout.close()
+            self._output_ended.set()
+
+    def _log_line(self, line: str) -> None:
+        """Logs a line at its own level.
 
         An unindented line without a level does not come from a logger. It was printed by a library
-        or by a crashing process, and is logged as a warning.
+        or by a crashing process, and is logged as a warning. An indented line has the level of the
+        line before.
         """
         first, _, rest = line.partition(" ")
         if first in _LOG_LEVELS:
-            level, line = getattr(logging, first), rest
+            self._log_level, line = getattr(logging, first), rest
         elif not line.startswith(" "):
-            level = max(level, logging.WARNING)
+            self._log_level = max(self._log_level, logging.WARNING)
         # After a requested exit, messages are logged only at the debug level.
-        shown = logging.DEBUG if self._terminating else level
-        if rate_limit.admit(now):
-            if dropped := rate_limit.take_dropped():
+        shown = logging.DEBUG if self._terminating else self._log_level
+        if self._rate_limit.admit(self._loop.time()):
+            if dropped := self._rate_limit.take_dropped():
                 log.warning("%s: suppressed %s", self._name, pluralize(dropped, "more line"))
             log.log(shown, "%s: %s", self._name, line)
-        return level

@@ -42,6 +42,7 @@ from app.runners.channel import Channel, MessageTooLargeError
 from app.runners.child_process import ChildProcess, ProcessExit
 from app.runners.dispatcher import UNLOADING_MESSAGE, Dispatcher, RequestStream
 from app.runners.restart_policy import RUNNER_CRASHED, stop_grace
+from app.runners.spawn import Spawn, spawn
 from app.runners.worker_protocol import (
     Call,
     CallReply,
@@ -263,10 +264,11 @@ class WorkerClient:
 
 class ProcessRunner:
     """Implements `Runner`. `settings` contains the engine's settings, `watchdog` and
-    `load_timeout`."""
+    `load_timeout`. `spawn` starts the process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, spawn: Spawn = spawn) -> None:
         self._settings = settings
+        self._spawn = spawn
         self._dispatcher = Dispatcher()
         self._process: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -315,7 +317,7 @@ class ProcessRunner:
     async def _run_process(self, files: ModelFiles) -> None:
         """Starts the process and supervises it until its exit."""
         try:
-            self._process = await ChildProcess.start(files.name)
+            self._process = ChildProcess(files.name, self._spawn(files.name))
             if self._stopping:
                 self._process.kill()
             await self._supervise(files, self._process)

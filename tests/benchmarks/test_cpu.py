@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from app.runners.child_process import request_huge_pages
+from app.runners.spawn import request_huge_pages
 from benchmarks import cpu_limits, cpu_models, cpu_plot, cpu_report, cpu_tables
 from benchmarks.cpu import PEERS, Plan, make_parser
 from benchmarks.cpu_backends import (

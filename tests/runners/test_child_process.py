@@ -1,25 +1,10 @@
 """The output of a child process, and the description of its exit."""
 
-import asyncio
-import os
-import platform
-import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.runners.child_process import (
-    ChildProcess,
-    LogRateLimit,
-    ProcessOutput,
-    describe_exit,
-    request_huge_pages,
-)
+from app.runners.child_process import LogRateLimit, ProcessOutput, describe_exit
 
 
 def read_lines(*pieces: bytes) -> list[str]:
@@ -102,67 +87,3 @@ def test_lines_are_rate_limited_and_dropped_ones_are_counted():
 )
 def test_an_exit_status_is_described(status: int, description: str):
     assert describe_exit(status) == description
-
-
-@pytest.mark.parametrize(
-    ("known", "expected"),
-    [
-        (None, "glibc.malloc.hugetlb=1"),
-        ("", "glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
-        ("glibc.malloc.hugetlb=0", None),
-    ],
-)
-def test_huge_pages_are_requested_unless_the_user_has_decided(
-    known: str | None, expected: str | None
-):
-    environment = {} if known is None else {"GLIBC_TUNABLES": known}
-    assert request_huge_pages(environment).get("GLIBC_TUNABLES") == expected
-
-
-def test_a_failed_start_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch):
-    pairs: list[tuple[socket.socket, socket.socket]] = []
-    socketpair = socket.socketpair
-
-    def make_pair() -> tuple[socket.socket, socket.socket]:
-        pairs.append(socketpair())
-        return pairs[-1]
-
-    monkeypatch.setattr(socket, "socketpair", make_pair)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(OSError, match="No such file"):
-        asyncio.run(ChildProcess.start("model"))
-    assert {end.fileno() for pair in pairs for end in pair} == {-1}
-
-
-def has_tunable() -> bool:
-    name, version = platform.libc_ver()
-    return name == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-ALLOCATE = """
-import mlx.core as mx
-weights = [mx.ones((1 << 20,)) for _ in range(32)]
-mx.eval(weights)
-print(open("/proc/self/smaps_rollup").read())
-"""
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(),
-    reason="the system has no transparent huge pages",
-)
-@pytest.mark.skipif(not has_tunable(), reason="needs glibc 2.35 or newer")
-def test_arrays_are_in_huge_pages():
-    """128 MiB in arrays of 4 MiB. The system may have too little contiguous memory for some."""
-    result = subprocess.run(
-        [sys.executable, "-c", ALLOCATE],
-        env={**os.environ, **request_huge_pages({})},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    [kilobytes] = re.findall(r"AnonHugePages:\s+(\d+)", result.stdout)
-    assert int(kilobytes) > 0
