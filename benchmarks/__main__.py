@@ -4,7 +4,7 @@ make bench                          everything (on a two-core CPU: an hour with 
 make bench ARGS="decode ttft"       some of it
 make bench ARGS="--size 15M"        on a smaller model
 make bench ARGS="soak --minutes 60" for longer
-make bench ARGS="delivery --baseline 8b51e97"
+make bench ARGS="delivery start --baseline 8b51e97"
                                     compared with an older commit
 
 `make bench-cpu` compares a Linux CPU with its limits and with other engines. Earlier figures,
@@ -16,7 +16,6 @@ import importlib.metadata
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +47,7 @@ from benchmarks import (
     runners,
     sampling,
     soak,
+    start,
     switch_interval,
     token_posts,
     versus_mlx_lm,
@@ -56,7 +56,7 @@ from benchmarks import (
 from benchmarks.builtin import make_chat_client
 from benchmarks.serving import MEASUREMENTS
 from tests.conftest import SHARED
-from tests.server_process import ServerProcess, run_server
+from tests.server_process import run_server
 from tools.builtin_model.evaluate import HELD_OUT, evaluate, load_questions
 from tools.builtin_model.evaluate import format_report as scores
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", metavar="WHAT", help=f"of {', '.join(CHOICES)}")
     parser.add_argument("--size", choices=list(random_model.SHAPES), default="110M")
     parser.add_argument("--minutes", type=float, default=10.0, help="of soak (%(default)g)")
-    parser.add_argument("--baseline", metavar="COMMIT", help="compare delivery with this commit")
+    parser.add_argument("--baseline", metavar="COMMIT", help="compare delivery and start with it")
     arguments = parser.parse_args()
     for name in arguments.what:
         if name not in CHOICES:
@@ -97,6 +97,8 @@ def main() -> None:
             print(report(), flush=True)
     if "delivery" in selected:
         print(delivery.report(arguments.baseline), flush=True)
+    if "start" in selected:
+        print(start.report(arguments.baseline), flush=True)
     if "soak" in selected:
         text, well = soak.report(arguments.minutes)
         print(text, flush=True)
@@ -129,17 +131,6 @@ def _replay_traces() -> str:
     return replay.report(SHARED)
 
 
-def _measure_start() -> str:
-    """Seconds from the command to the first response of /v1/status, with the built-in model."""
-    times: list[float] = []
-    for _ in range(5):
-        server = ServerProcess([])
-        server.status()
-        times.append(time.monotonic() - server.started)
-        server.stop()
-    return f"from the command to listening, s: {', '.join(f'{t:.2f}' for t in times)}"
-
-
 def _measure_builtin() -> str:
     with run_server() as server:
         return scores(evaluate(make_chat_client(server.url), load_questions(HELD_OUT)))
@@ -148,7 +139,6 @@ def _measure_builtin() -> str:
 # measurements that need no model folder
 OTHER_REPORTS: dict[str, Callable[[], str]] = {
     "blocks": block_products.report,
-    "start": _measure_start,
     "builtin": _measure_builtin,
     "traces": _replay_traces,
     "hits": prefix_hits.report,
@@ -163,7 +153,7 @@ OTHER_REPORTS: dict[str, Callable[[], str]] = {
     "images": image_streams.report,
     "towers": image_towers.report,
 }
-CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS, "delivery", "soak"]
+CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS, "delivery", "start", "soak"]
 
 
 if __name__ == "__main__":
