@@ -120,7 +120,7 @@ class FixedDataset:
 class TraceRow:
     """One line of a trace. prompts: the turns of a recorded conversation, or one text; empty if
     only the length is recorded. input_length: tokens. hash_ids: one id per block of the prompt;
-    equal ids stand for equal text. arrival: in seconds."""
+    equal ids mean equal text. arrival: in seconds."""
 
     prompts: tuple[BenchPrompt, ...] = ()
     input_length: int = 0

@@ -3,8 +3,9 @@
 Knows: which of the two serves a model, the download of a missing model. Must not know: chats,
 prompts.
 
-The own server ends with the command, however that ends (servers.py). It listens on a free
-port of the loopback interface and requires a key that only this process knows.
+A server that the command starts ends with the command, also after an error or a signal
+(servers.py). It listens on a free port of the loopback interface and requires a key that only this
+process knows.
 """
 
 import os
@@ -73,8 +74,8 @@ class ChatEngine:
 
     def connect(self, model: ModelSettings | None) -> Endpoint:
         """Returns the endpoint of a model that is loaded or can be loaded. model: None for the
-        default. Stops an own server with another model. Raises AppError, and KeyboardInterrupt
-        while the model is downloaded or loaded."""
+        default. Stops a server that this process started with another model. Raises AppError, and
+        KeyboardInterrupt while the model is downloaded or loaded."""
         endpoint = self._connect(model)
         self._model = model
         return endpoint
@@ -104,7 +105,7 @@ class ChatEngine:
         return self._start(model)
 
     def take_load_seconds(self) -> float:
-        """Returns the time of the last load by an own server, once."""
+        """Returns the time of the last load by a server that this process started, once."""
         seconds, self._load_seconds = self._load_seconds, 0.0
         return seconds
 
@@ -216,7 +217,7 @@ def _with_model(settings: Settings, model: ModelSettings | None) -> Settings:
 
 
 def _make_own_settings(settings: Settings, model: ModelSettings | None) -> Settings:
-    """Returns the settings of the own server: one model, only for this process."""
+    """Returns the settings of a server with one model, only for this process."""
     return replace(
         settings,
         models=() if model is None else (model,),

@@ -88,7 +88,7 @@ def run(options: RunOptions, configuration: ResolvedConfig) -> int:
 
 def split_words(words: tuple[str, ...]) -> tuple[str | None, str | None]:
     """Returns the model and the prompt. The first word is the model, unless it contains a space and
-    is no path: names of models contain none."""
+    is not a path, because names of models contain no spaces."""
     if not words:
         return None, None
     first, *rest = words
@@ -139,6 +139,6 @@ def _make_chat_options(options: RunOptions, configuration: ResolvedConfig) -> Ch
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    """Exits after SIGTERM and SIGHUP as after an error, so that the own server stops and temporary
-    files are deleted."""
+    """Exits after SIGTERM and SIGHUP as after an error, so that the server that was
+    started stops and temporary files are deleted."""
     raise SystemExit(128 + number)

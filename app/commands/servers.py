@@ -412,8 +412,8 @@ class LaunchedServer:
             time.sleep(_POLL_INTERVAL)
 
     def wait_until_ready(self, url: str, report: Callable[[int], None] | None = None) -> None:
-        """Returns when the server has loaded its model. A load that makes no progress ends by the
-        server's own timeout. report: gets the progress of the load in percent. Raises
+        """Returns when the server has loaded its model. The server itself aborts a
+        load that makes no progress. report: gets the progress of the load in percent. Raises
         AppError(ENGINE) if the server exits."""
         while True:
             self._check_running()

@@ -15,8 +15,8 @@ from app.core.settings import Settings
 
 def stop(name: str, settings: Settings) -> int:
     """Unloads a model and returns the exit status. Its running requests fail. Raises AppError if no
-    server is running, it does not serve the model, or the key of the environment is no admin
-    key."""
+    server is running, it does not serve the model, or the key in the environment is not an
+    admin key."""
     server = require_server(settings, "stop")
     cards = server.list_models()
     served = find_served_name(cards, find_configured(settings, name))

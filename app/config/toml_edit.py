@@ -26,7 +26,7 @@ _ANY_TABLE = re.compile(r"\s*\[")
 _DEFAULTS_TABLE = re.compile(r"\s*\[\[\s*[\"']?defaults[\"']?\s*\]\]")
 _KEY = re.compile(r"\s*[\w\"'-]+\s*=")
 
-# a file that is mounted by itself, or is in a folder that cannot be written, is written in place
+# a file that is a mount point, or is in a folder that cannot be written, is written in place
 _NOT_REPLACEABLE = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -185,7 +185,7 @@ def _parses(lines: Sequence[str]) -> bool:
 
 
 def _join(lines: Sequence[str]) -> str:
-    """Returns complete lines: a \\r is no end of a line without a \\n."""
+    """Returns complete lines: a \\r without a \\n does not end a line."""
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -152,9 +152,9 @@ class Settings:
     layers; 24 bits are as precise as float32. "auto" means 16 for checkpoints in bfloat16 or
     float16, and 24 for those in float32. kv_layout: whether the layer caches of sequences that
     decode together remain separate rows, or share a slab if their lengths are similar. "auto" means
-    rows, because a slab rounds differently and has run on no GPU. experimental_metal: whether
-    a Mac uses code that has run on no Mac: the kernel of the gated delta rule, wired memory, and
-    the eviction of cached prefixes under memory pressure.
+    rows, because a slab rounds differently and has not run on a GPU. experimental_metal: whether
+    a Mac uses code that has not run on a Mac: the kernel of the gated delta rule, wired memory,
+    and the eviction of cached prefixes under memory pressure.
 
     parallel: the maximum number of concurrent sequences; None chooses a value for the memory and
     device. max_queue: the maximum number of queued requests; further requests are rejected.
@@ -172,7 +172,7 @@ class Settings:
     chunks are aligned to fixed positions, so that the output is bit-identical with and without
     cached prefixes. prefill_chunk: the number of prompt tokens per engine step. A chunk cannot be
     cancelled once it has started. None chooses a value for the device. keep_awake: whether a Mac
-    does not go to idle sleep while the server runs, which has run on no Mac.
+    does not go to idle sleep while the server runs; this has not run on a Mac.
 
     watchdog: the number of seconds without an engine step after which the engine is reported as
     stalled and, if it has its own process, restarted. max_body: the maximum size of a request body

@@ -86,7 +86,7 @@ def wrap_words(text: str, stream: TextIO) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    # a space that is no white space for the wrapper
+    # the wrapper does not break lines at this character
     whole = _QUOTED.sub(lambda found: found[0].replace(" ", "\0"), text)
     lines = [wrapper.fill(line) for line in whole.split("\n")]
     return "\n".join(lines).replace("\0", " ")

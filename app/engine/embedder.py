@@ -77,7 +77,7 @@ class _EmbedStep:
     inputs: the tasks and the indices of their inputs.
     tokens: the number of tokens without padding.
     vectors: the resulting embeddings [B, D]; None for a chunk of a long input that is not the last.
-    logits: the selected logits of the rows whose jobs want them, in place of an embedding.
+    logits: the selected logits of the rows whose jobs request logits instead of an embedding.
     state: all arrays that must be evaluated.
     """
 

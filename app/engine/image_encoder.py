@@ -193,7 +193,7 @@ class ImageEncoder:
                 self._request(sequence, image, known, lambda size, _: self._scheduler.borrow(size))
 
     def _find_next_image(self, sequence: Sequence, known: set[bytes]) -> ImageSpan | None:
-        """Returns the first image behind the one that the sequence waits for, if it has pixels to
+        """Returns the first image after the one that the sequence waits for, if it has pixels to
         request."""
         after = (i for i in sequence.job.images if i.start > sequence.num_computed_tokens)
         return next((i for i in after if i.key not in known and i.key not in self._features), None)

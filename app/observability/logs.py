@@ -78,7 +78,7 @@ class QueuedLogHandler(QueueHandler):
         self._records.put(_StatusLine(text))
 
     def write_block(self, text: str) -> None:
-        """Writes lines that are no record. text: without control characters of others."""
+        """Writes lines that are not a log record. text: without control characters of others."""
         self._records.put(_make_record(text))
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -215,7 +215,7 @@ def set_log_levels(settings: Settings) -> None:
 
 def get_terminal_log(settings: Settings) -> tuple[QueuedLogHandler, OutputTerminal] | None:
     """Returns the handler that writes to a terminal, and what the terminal can show. None if
-    stderr is no terminal, if the format is json, or if only warnings are wanted."""
+    stderr is not a terminal, if the format is json, or if only warnings are wanted."""
     terminal = _detect_terminal(settings)
     if not terminal.is_terminal or settings.log_level not in ("debug", "info"):
         return None

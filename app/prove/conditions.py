@@ -82,7 +82,7 @@ def _run_cached(model: ProofModel, chains: Chains) -> ConditionResult:
 
 
 def _run_batched_and_cached(model: ProofModel, chains: Chains) -> ConditionResult:
-    # the conversations are there twice, so that sequences share prefixes while they run
+    # each conversation runs twice, so that sequences share prefixes while they run
     twice = [*chains, *_rename(chains, "again")]
     with model.engine(cache="radix", **_parallel(model, len(twice))) as engine:
         return _describe_cache(engine.run(twice, concurrent=True), chains)

@@ -6,7 +6,7 @@ exchanged with the process.
 
 One task, `_run_process`, owns the process from start to exit. However the process exits, the
 dispatcher notifies all waiting tasks, and all resources are closed. `Watchdog` detects a hung
-process, which answers no probes, makes no progress or takes no commands.
+process, which does not answer probes, makes no progress or does not take commands.
 """
 
 import asyncio
@@ -121,7 +121,7 @@ class Watchdog:
 
     def note_probe_reply(self, reply: ProbeReply) -> None:
         if self._load is not None:
-            return  # the engine makes no steps and takes no commands
+            return  # during a load, the engine does no steps and takes no commands
         beat = reply.heartbeat
         unchanged = beat == self._last_heartbeat and beat.stage != IDLE
         self._unchanged_beats = self._unchanged_beats + 1 if unchanged else 0

@@ -206,7 +206,7 @@ class _NativeApi:
         )
 
     async def list_slots(self, request: Request) -> Response:
-        """Slots are not numbered here: the first ones are reported as those that run."""
+        """The engine does not number its slots, so the first slots are reported as running."""
         model = await self._find_model(request)
         state = self._models.model_state(model)
         slots = range(self._count_slots(state))

@@ -30,7 +30,7 @@ _SPACE = "\u2581"
 
 _MAX_TOKENS = 1 << 21
 
-# longer tokens are runs of spaces and the like; the number of their splits is limited
+# longer tokens are mostly runs of spaces; the number of their splits is limited
 _MAX_SPLIT_CHARACTERS = 256
 
 # the splits of all tokens; 260,000 tokens have 2 million
