@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -26,6 +27,14 @@ from models.mla import LatentCache, MultiLinear, split_kv_b_proj
 from models.prenorm import PreNormBlock
 from models.rope import Rope
 from models.sharding import ShardSpec
+
+# keys that change the computation, and the values that are supported
+_SUPPORTED: Mapping[str, Sequence[Any]] = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "partial_rotary_factor": (1.0,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +199,8 @@ class Block(PreNormBlock):
 
 
 class CausalLM(decoder.CausalLM):
-    """A model of such blocks. attention: the class of their attention. scoring_func: the only
-    supported value of this key."""
+    """A model of such blocks. attention: the class of their attention. supported: the values of
+    config keys that are supported, if they are not those of DeepSeek V3."""
 
     # latent attention uses the expanded form for a prompt, and the absorbed form in a decode step
     batch_invariant: ClassVar[bool] = False
@@ -201,15 +210,10 @@ class CausalLM(decoder.CausalLM):
         config: Config,
         *,
         attention: Callable[[Any], Attention] = Attention,
-        scoring_func: str = "sigmoid",
+        supported: Mapping[str, Sequence[Any]] = MappingProxyType({}),
     ) -> None:
-        for key, only in (
-            ("hidden_act", "silu"),
-            ("scoring_func", scoring_func),
-            ("topk_method", "noaux_tc"),
-            ("partial_rotary_factor", 1.0),
-        ):
-            if getattr(config, key) != only:
+        for key, values in {**_SUPPORTED, **supported}.items():
+            if getattr(config, key) not in values:
                 raise ModelError(f"{key} {getattr(config, key)!r} is not supported")
         layers = range(config.num_hidden_layers)
         blocks = [Block(config, attention(config), layer) for layer in layers]

@@ -200,6 +200,11 @@ class GroupedTopKConfig(decoder.Config):
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
 
+    @property
+    def group_score_experts(self) -> int:
+        """The number of best experts whose scores are added to that of a group."""
+        return 2
+
     def make_experts(self) -> "GroupedTopKMoE":
         inner, shared = self.moe_intermediate_size, self.n_shared_experts
         return GroupedTopKMoE(
@@ -211,6 +216,7 @@ class GroupedTopKConfig(decoder.Config):
             scale=self.routed_scaling_factor,
             num_groups=self.n_group,
             topk_group=self.topk_group,
+            group_score_experts=self.group_score_experts,
             shared_width=None if shared is None else inner * shared,
             uses_softmax=self.scoring_func == "softmax",
         )
@@ -237,13 +243,15 @@ class GroupedTopKMoE(nn.Module):
         scale: float = 1.0,
         num_groups: int = 1,
         topk_group: int = 1,
+        group_score_experts: int = 2,
         shared_width: int | None = None,
         uses_softmax: bool = False,
     ) -> None:
         """norm_topk_prob: whether the weights of the selected experts are normalized to a sum of 1.
         scale: a factor of the weights. num_groups, topk_group: the number of groups of experts, and
-        of those that a token uses. shared_width: the inner width of the shared experts together;
-        None if there are none. uses_softmax: whether the scores are a softmax without a bias."""
+        of those that a token uses. group_score_experts: the number of best experts whose scores are
+        added to that of a group. shared_width: the inner width of the shared experts together; None
+        if there are none. uses_softmax: whether the scores are a softmax without a bias."""
         super().__init__()
         if not 0 < topk_group <= num_groups or experts % num_groups:
             raise ModelError(
@@ -255,6 +263,7 @@ class GroupedTopKMoE(nn.Module):
             raise ModelError(f"num_experts_per_tok is {top_k}, but must be between 1 and {allowed}")
         self.top_k, self.norm_topk_prob, self.scale = top_k, norm_topk_prob, scale
         self.num_groups, self.topk_group = num_groups, topk_group
+        self.group_score_experts = min(group_score_experts, experts // num_groups)
         self.gate = nn.Linear(hidden, experts, bias=False)
         if not uses_softmax:
             self.e_score_correction_bias = mx.zeros((experts,))
@@ -286,11 +295,11 @@ class GroupedTopKMoE(nn.Module):
         return self.gate(x)
 
     def _mask_to_top_groups(self, scores: mx.array) -> mx.array:
-        """Masks all groups except those whose two best experts have the highest sum of scores."""
+        """Masks all groups except those whose best experts have the highest sum of scores."""
         if self.topk_group == self.num_groups:
             return scores
         grouped = mx.unflatten(scores, -1, (self.num_groups, -1))
-        best = mx.topk(grouped, min(2, grouped.shape[-1]), axis=-1).sum(axis=-1)
+        best = mx.topk(grouped, self.group_score_experts, axis=-1).sum(axis=-1)
         out = mx.argpartition(best, kth=self.num_groups - self.topk_group, axis=-1)
         out = out[..., : self.num_groups - self.topk_group, None]
         return mx.put_along_axis(grouped, out, mx.array(-mx.inf), axis=-2).flatten(-2)

@@ -54,4 +54,4 @@ class Attention(deepseek_v3.Attention):
 
 class Model(deepseek_v3.CausalLM):
     def __init__(self, config: Config) -> None:
-        super().__init__(config, attention=Attention, scoring_func="softmax")
+        super().__init__(config, attention=Attention, supported={"scoring_func": ("softmax",)})

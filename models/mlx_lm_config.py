@@ -520,8 +520,6 @@ _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "num_layers": _first("num_hidden_layers"),
         "layer_norm_epsilon": _first("rms_norm_eps"),
     },
-    # the class needs a scaling; this one changes nothing
-    "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0}},
     "glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "longcat_flash": {
         "attention_method": "MLA",

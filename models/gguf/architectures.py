@@ -880,24 +880,39 @@ def _read_sigmoid_experts(metadata: Metadata) -> Config:
 
 
 # values of expert_gating_func
-_SIGMOID = 2
+_UNSPECIFIED, _SOFTMAX, _SIGMOID = 0, 1, 2
+
+# (experts, layers) of DeepSeek V2 and V3 -> groups of experts, and groups that a token uses. Older
+# files lack both keys.
+_PUBLISHED_GROUPS: Mapping[tuple[int, int], tuple[int, int]] = {
+    (160, 60): (8, 3),
+    (256, 61): (8, 4),
+}
 
 
 def _read_deepseek2(metadata: Metadata) -> Config:
-    """GLM-4.7-Flash and DeepSeek V3: latent attention, experts selected by sigmoid scores."""
-    gating = metadata.integer("expert_gating_func", 0)
-    if gating != _SIGMOID:
+    """DeepSeek V2 and V3, GLM-4.7-Flash: latent attention, and experts that are selected by a
+    softmax (V2) or by sigmoid scores."""
+    if metadata.has("attention.temperature_scale"):
         raise UnsupportedError(
-            f"{metadata.file.path}: models of the architecture deepseek2 with "
-            f"expert_gating_func {gating} (DeepSeek V2) are not supported"
+            f"{metadata.file.path}: models of the architecture deepseek2 whose queries are scaled "
+            "by position (Mistral Large 3) are not supported"
         )
+    is_softmax = _uses_softmax(metadata)
+    experts = _read_sigmoid_experts(metadata)
+    if not metadata.has("expert_group_count"):
+        size = experts["n_routed_experts"], count_layers(metadata)
+        experts["n_group"], experts["topk_group"] = _PUBLISHED_GROUPS.get(size, (1, 1))
+    if is_softmax:
+        has_groups = experts["n_group"] > 1
+        experts["topk_method"] = "group_limited_greedy" if has_groups else "greedy"
     rotated = metadata.integer("rope.dimension_count")
     key = "attention.key_length_mla"
     keys = metadata.integer(key if metadata.has(key) else "attention.key_length")
     key = "attention.value_length_mla"
     values = metadata.integer(key if metadata.has(key) else "attention.value_length")
     config: Config = {
-        "model_type": "glm4_moe_lite",
+        "model_type": "deepseek_v2" if is_softmax else "glm4_moe_lite",
         "head_dim": None,
         "num_key_value_heads": metadata.integer("attention.head_count"),
         "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
@@ -905,7 +920,7 @@ def _read_deepseek2(metadata: Metadata) -> Config:
         "qk_nope_head_dim": keys - rotated,
         "v_head_dim": values,
         "q_lora_rank": metadata.integer("attention.q_lora_rank", 0) or None,
-        **_read_sigmoid_experts(metadata),
+        **experts,
     }
     scaling = _read_rope_scaling(metadata)
     if scaling is not None and metadata.has("rope.scaling.yarn_log_multiplier"):
@@ -913,6 +928,21 @@ def _read_deepseek2(metadata: Metadata) -> Config:
         scale = 10 * metadata.number("rope.scaling.yarn_log_multiplier")
         config["rope_scaling"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
     return config
+
+
+def _uses_softmax(metadata: Metadata) -> bool:
+    """Returns whether a softmax selects experts. In a file without the key, as of a DeepSeek V2,
+    only sigmoid scores have a correction."""
+    gating = metadata.integer("expert_gating_func", _UNSPECIFIED)
+    if gating not in (_UNSPECIFIED, _SOFTMAX, _SIGMOID):
+        raise UnsupportedError(
+            f"{metadata.file.path}: models of the architecture deepseek2 with "
+            f"expert_gating_func {gating} are not supported"
+        )
+    if gating == _UNSPECIFIED:
+        tensors = metadata.file.tensors
+        return not any(name.endswith(".exp_probs_b.bias") for name in tensors)
+    return gating == _SOFTMAX
 
 
 def _read_encoder(metadata: Metadata) -> Config:

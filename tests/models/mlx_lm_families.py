@@ -130,7 +130,6 @@ FAMILIES: Sequence[Case] = (
           "vocab_size": 101, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0,
           "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4,
           "moe_top_k": 2}}),
-    _case("deepseek_v2", _TINY, _EXPERTS, _LATENT, _ROPE),
     _case("deepseek_v32", _TINY, _EXPERTS, _LATENT, _INDEX, _ROPE),
     _case("dots1", _TINY, _HEADS, _EXPERTS, _ROPE),
     _case("ernie4_5", _TINY, _HEADS, _ROPE),

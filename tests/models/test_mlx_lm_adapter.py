@@ -117,17 +117,6 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "lm_head_multiplier": 1.0,
         "tie_word_embeddings": False,
     },
-    "latent": {
-        "model_type": "deepseek_v2",
-        **LATENT,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.7,
-        },
-    },
     "latent-and-index": {
         "model_type": "deepseek_v32",
         **LATENT,

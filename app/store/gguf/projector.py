@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from app.core.model_files import AddedToken, Json
+from app.store.gguf.errors import to_app_error
 from app.store.gguf.tokenizer import Vocabulary
+from models.gguf import reader
 from models.gguf.metadata import Metadata
 from models.gguf.ollama_towers import read_projector
-from models.gguf.projectors import find_projector, fits, read_config
+from models.gguf.projectors import ARCHITECTURE, find_projector, fits, read_config
 from models.gguf.reader import GGUFError, GGUFFile
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,17 @@ class VisionFiles:
 def is_projector(name: str) -> bool:
     """Returns whether the name of a file is that of a projector."""
     return name.endswith(_SUFFIX) and _MARK in name.lower()
+
+
+def has_projector_header(path: Path) -> bool:
+    """Returns whether the content of a GGUF file is a projector's, whatever its name. Raises
+    AppError(MODEL_FILES) for an invalid header."""
+    try:
+        metadata = reader.read(path).metadata
+    except GGUFError as error:
+        raise to_app_error(error) from error
+    is_clip = metadata.get("general.architecture") == ARCHITECTURE
+    return is_clip or metadata.get("general.type") == "mmproj"
 
 
 def choose_projectors(model: str, names: Iterable[str]) -> list[str]:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.core.errors import AppError, ErrorKind, mark_client_text
+from app.core.errors import AppError, ErrorKind, mark_client_text, redact_paths
 from app.core.model_files import ModelFiles
 from app.core.models import ModelRecipe
 from app.core.thread_pools import CancelToken
 from app.store.config_files import read_json_object
 from app.store.gguf import model as gguf_model
+from app.store.gguf.projector import has_projector_header
 from app.store.model_names import OllamaName
 from app.store.ollama import manifest
 from app.store.ollama.manifest import (
@@ -57,7 +58,7 @@ _JSON_FILES = (
     "processor_config.json",
 )
 
-_GGUF_SUFFIX = ".gguf"
+_GGUF_SUFFIX, _WEIGHTS_SUFFIX = ".gguf", ".safetensors"
 _WEIGHTS_NAME = re.compile(r"\w[\w.-]{0,200}\.safetensors", re.ASCII)
 
 
@@ -132,7 +133,7 @@ def _import_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference
     """Creates layers from uploaded files. Raises AppError(INVALID)."""
     layers: list[BlobReference] = []
     if any(name.endswith(_GGUF_SUFFIX) for name in recipe.files):
-        return _import_gguf_file(recipe)
+        return _import_gguf_files(recipe, token)
     for name, digest in recipe.files.items():
         path = _find_upload(name, digest)
         token.check()
@@ -156,17 +157,45 @@ def _import_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference
     return layers
 
 
-def _import_gguf_file(recipe: ModelRecipe) -> list[BlobReference]:
-    """Creates the layer of an uploaded GGUF file, which contains the whole model. Raises
-    AppError(INVALID)."""
-    if len(recipe.files) > 1:
-        raise AppError(ErrorKind.INVALID, "files must contain only one file if it is a GGUF file")
-    [(name, digest)] = recipe.files.items()
-    path = _find_upload(name, digest)
+def _import_gguf_files(recipe: ModelRecipe, token: CancelToken) -> list[BlobReference]:
+    """Creates the layers of an uploaded GGUF file, which contains the whole model, and of its
+    projector. Raises AppError(INVALID)."""
+    found: dict[str, list[BlobReference]] = {GGUF: [], PROJECTOR: []}
+    for name, digest in recipe.files.items():
+        if name.endswith(_WEIGHTS_SUFFIX):
+            message = "files must not contain both GGUF and .safetensors files"
+            raise AppError(ErrorKind.INVALID, message)
+        path = _find_upload(name, digest)
+        token.check()
+        if not name.endswith(_GGUF_SUFFIX):
+            continue  # for example, a README
+        media_type = PROJECTOR if _is_projector(name, path) else GGUF
+        layer = BlobReference(
+            media_type=media_type, sha256=parse_digest(digest), size=path.stat().st_size
+        )
+        found[media_type].append(layer)
+    for kind, layers in (("model", found[GGUF]), ("projector", found[PROJECTOR])):
+        if len(layers) > 1:
+            raise AppError(
+                ErrorKind.INVALID,
+                f"files has {len(layers)} GGUF files of the type {kind}, but only one is "
+                "supported: merge the files of a split model with llama-gguf-split --merge",
+            )
+    if not found[GGUF]:
+        message = "files has only a projector: add the GGUF file of the model"
+        raise AppError(ErrorKind.INVALID, message)
+    return [*found[GGUF], *found[PROJECTOR]]
+
+
+def _is_projector(name: str, path: Path) -> bool:
     if not gguf_model.is_gguf(path):
-        raise AppError(ErrorKind.INVALID, "the GGUF file does not begin as one")
-    sha256 = parse_digest(digest)
-    return [BlobReference(media_type=GGUF, sha256=sha256, size=path.stat().st_size, name="")]
+        message = f"{mark_client_text(name[:100])} does not begin as a GGUF file"
+        raise AppError(ErrorKind.INVALID, message)
+    try:
+        return has_projector_header(path)
+    except AppError as error:
+        redacted = redact_paths(error, path, mark_client_text(name[:100]))
+        raise AppError(ErrorKind.INVALID, redacted.marked_message) from error
 
 
 def _find_upload(name: str, digest: str) -> Path:

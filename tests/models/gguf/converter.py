@@ -51,6 +51,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "glm4_moe_lite": "deepseek2",
+    "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "kimi_k2": "deepseek2",
 }
@@ -185,7 +186,7 @@ def _add_parameters(writer: gguf.GGUFWriter, arch: str, config: Config) -> None:
     if arch == "glm4moe":
         share = config.get("partial_rotary_factor", 0.5)
         writer.add_rope_dimension_count(int(config["head_dim"] * share))
-        _add_sigmoid_experts(writer, config)
+        _add_grouped_experts(writer, config)
     if arch == "phi3":
         size = config["hidden_size"] // heads
         writer.add_rope_dimension_count(int(size * config.get("partial_rotary_factor", 1.0)))
@@ -271,24 +272,32 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
 
 def _add_latent_attention(writer: gguf.GGUFWriter, config: Config) -> None:
     latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
+    keys, values = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
     writer.add_kv_lora_rank(latent)
     if config["q_lora_rank"]:
         writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_key_length(latent + rotated)
-    writer.add_value_length(latent)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
-    writer.add_value_length_mla(config["v_head_dim"])
+    if config["model_type"] == "deepseek_v2":  # as in older files, which have attn_kv_b
+        writer.add_head_count_kv(config["num_attention_heads"])
+        writer.add_key_length(keys)
+        writer.add_value_length(values)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(latent + rotated)
+        writer.add_value_length(latent)
+        writer.add_key_length_mla(keys)
+        writer.add_value_length_mla(values)
     writer.add_rope_dimension_count(rotated)
-    _add_sigmoid_experts(writer, config)
+    _add_grouped_experts(writer, config)
 
 
-def _add_sigmoid_experts(writer: gguf.GGUFWriter, config: Config) -> None:
+def _add_grouped_experts(writer: gguf.GGUFWriter, config: Config) -> None:
+    is_v2 = config["model_type"] == "deepseek_v2"
+    kinds = gguf.ExpertGatingFuncType
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_shared_count(config["n_shared_experts"] or 0)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if config.get("norm_topk_prob", True):
+    writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
+    if config.get("norm_topk_prob", not is_v2):
         writer.add_expert_weights_norm(True)
     if config.get("n_group"):
         writer.add_expert_group_count(config["n_group"])

@@ -5,8 +5,8 @@
 
 Every mutation must give a valid model or an error of one line that names the file, and neither may
 take long or much memory. The command mutates a model of each architecture, limits the address space
-of the process and the time of each file, and prints the number of each outcome. A file depends only
-on its number.
+of the process and the time of each file, and prints the number of each outcome, the slowest file
+and the peak memory. A file depends only on its number.
 """
 
 import argparse
@@ -462,7 +462,9 @@ def main() -> None:
         samples = make_samples(Path(made))
         _limit_process()
         fuzzer, outcomes, failures = Fuzzer(samples, Path(made)), Counter[str](), list[int]()
+        slowest = 0.0, first
         for number in range(first, first + count):
+            started = time.process_time()
             signal.setitimer(signal.ITIMER_REAL, MAX_CLOCK_SECONDS)
             try:
                 outcomes[fuzzer.check(number)] += 1
@@ -471,11 +473,13 @@ def main() -> None:
                     raise
                 failures.append(number)
                 print(f"case {number}: {type(error).__name__}: {error}"[:400], flush=True)
+            slowest = max(slowest, (time.process_time() - started, number))
             if number % 10_000 == 0:
                 print(f"{number} files, {len(failures)} failures", flush=True)
         signal.setitimer(signal.ITIMER_REAL, 0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{len(samples)} models, peak memory {peak}, {len(failures)} failures")
+    print(f"slowest: case {slowest[1]}, {slowest[0]:.3f} s of CPU time")
     for outcome, number in outcomes.most_common():
         print(f"{number:9d}  {outcome}")
     raise SystemExit(bool(failures))

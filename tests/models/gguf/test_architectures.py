@@ -359,6 +359,53 @@ def test_a_file_that_changes_before_its_weights_are_read_is_an_error(tmp_path, c
         unread.read()
 
 
+def write_deepseek_v2(folder: Path) -> Path:
+    case = next(case for case in CASES if case.id == "deepseek_v2-groups")
+    return write_model(case, folder)[0]
+
+
+def remove_key(path: Path, name: bytes) -> None:
+    """Renames a key, so that the file has an unknown one instead."""
+    content = path.read_bytes()
+    assert content.count(name) == 1
+    path.write_bytes(content.replace(name, b"x" * len(name)))
+
+
+@pytest.mark.parametrize("id", ["deepseek_v2-lite", "deepseek_v3-plain"])
+def test_the_selection_of_experts_follows_from_the_tensors_of_an_older_file(tmp_path, id: str):
+    case = next(case for case in CASES if case.id == id)
+    path, _ = write_model(case, tmp_path)
+    expected = read_config(reader.read(path))
+    remove_key(path, b"deepseek2.expert_gating_func")
+    assert read_config(reader.read(path)) == expected
+
+
+def test_groups_of_experts_that_an_older_file_lacks_are_those_of_the_published_models(tmp_path):
+    path = write_deepseek_v2(tmp_path)
+    for key in (b"deepseek2.expert_group_count", b"deepseek2.expert_group_used_count"):
+        remove_key(path, key)
+    assert read_config(reader.read(path))["topk_method"] == "greedy"
+    content = path.read_bytes()
+    for key, count in ((b"deepseek2.expert_count", 160), (b"deepseek2.block_count", 60)):
+        start = content.index(key) + len(key) + 4  # behind the type
+        content = content[:start] + struct.pack("<I", count) + content[start + 4 :]
+    path.write_bytes(content)
+    config = read_config(reader.read(path))
+    found = [config[key] for key in ("topk_method", "n_group", "topk_group")]
+    assert found == ["group_limited_greedy", 8, 3]
+
+
+def test_queries_of_a_deepseek2_that_are_scaled_by_position_are_not_supported(tmp_path):
+    path = write_deepseek_v2(tmp_path)
+    key = b"deepseek2.leading_dense_block_count"
+    other = b"deepseek2.attention.temperature_scale"
+    content = path.read_bytes()
+    lengths = struct.pack("<Q", len(key)), struct.pack("<Q", len(other))
+    path.write_bytes(content.replace(lengths[0] + key, lengths[1] + other))
+    with pytest.raises(GGUFError, match="scaled by position"):
+        read_config(reader.read(path))
+
+
 def test_experts_of_a_gemma4_keep_their_blocks(tmp_path):
     """Gate and up projections are one tensor of the file."""
     case = next(case for case in CASES if case.id == "gemma4_text-26b-a4b")

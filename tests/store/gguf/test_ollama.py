@@ -156,5 +156,5 @@ def test_an_uploaded_file_becomes_a_model(ollama: OllamaStore, tmp_path: Path) -
     assert store.find("uploaded").vocab_size == tiny.VOCAB + 1
     other = ollama.blob(b"no model")["digest"]
     recipe = replace(recipe, files={"m.gguf": other})
-    with pytest.raises(AppError, match="does not begin as one"):
+    with pytest.raises(AppError, match="does not begin as a GGUF file"):
         create_model(name, recipe, None, CancelToken())

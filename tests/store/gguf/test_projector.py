@@ -3,6 +3,7 @@ found beside the model, in repositories and in Ollama's store, and are no models
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,15 +17,18 @@ from tokenizers import AddedToken
 
 from app import store
 from app.commands.pull import pull
-from app.core.errors import AppError
+from app.core.errors import AppError, ErrorKind
 from app.core.images import Image
 from app.core.model_files import ModelFiles
 from app.core.models import ModelRecipe
+from app.core.thread_pools import CancelToken
 from app.engine.weights import list_parameters, open_model, read_weights
 from app.images.plan import ImagePlan
 from app.images.processor import load_image_processor
 from app.store.gguf.projector import choose_projectors
 from app.store.installed import derive_model
+from app.store.model_names import parse_ollama_name
+from app.store.ollama.create import create_model
 from app.text.tokenizer import Tokenizer
 from models import architectures
 from models.base import select_all
@@ -462,6 +466,68 @@ def test_the_projector_layer_of_a_model_of_ollama_is_used(pair: Path, tmp_path: 
     ollama.path_of(layers[1]).write_bytes((pair.parent / PROJECTOR).read_bytes()[:-4] + b"oops")
     with pytest.raises(AppError, match="SHA-256"):
         store.resolve("tiny")
+
+
+def upload(ollama: OllamaStore, files: Mapping[str, bytes]) -> None:
+    """Creates the model `uploaded` as `ollama create` does, from files that were uploaded."""
+    digests = {name: ollama.blob(content)["digest"] for name, content in files.items()}
+    name = parse_ollama_name("uploaded")
+    assert name is not None
+    recipe = ModelRecipe(name="uploaded", base=None, files=digests)
+    create_model(name, recipe, None, CancelToken())
+
+
+def test_an_uploaded_model_has_the_projector_that_was_uploaded_with_it(pair: Path, tmp_path: Path):
+    ollama = OllamaStore(tmp_path / "ollama")
+    # the content of a file and not its name shows what it is
+    files = {
+        "b.gguf": (pair.parent / PROJECTOR).read_bytes(),
+        "a.gguf": pair.read_bytes(),
+        "config.json": b"{}",
+    }
+    upload(ollama, files)
+    made = complete_config(store.resolve("uploaded"))
+    assert has_vision(made)
+    assert made.shards[0].read_bytes() == files["a.gguf"]
+    assert made.projector_path is not None
+    assert made.projector_path.read_bytes() == files["b.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"b.gguf": "projector"}, "files has only a projector: add the GGUF file of the model"),
+        ({"a.gguf": "model", "b.gguf": "other"}, "2 GGUF files of the type model, but only one"),
+        (
+            {"a.gguf": "model", "b.gguf": "projector", "c.gguf": "other projector"},
+            "2 GGUF files of the type projector, but only one",
+        ),
+        (
+            {"a.gguf": "model", "b.gguf": "half"},
+            "b.gguf is not a usable GGUF file: it is truncated",
+        ),
+        ({"a.gguf": "model", "b.gguf": "text"}, "b.gguf does not begin as a GGUF file"),
+        ({"a.gguf": "model", "m.safetensors": "text"}, "both GGUF and .safetensors files"),
+    ],
+)
+def test_other_sets_of_uploaded_files_are_errors_of_one_line(
+    pair: Path, tmp_path: Path, parts: Mapping[str, str], reason: str
+):
+    model, projector = pair.read_bytes(), (pair.parent / PROJECTOR).read_bytes()
+    contents = {
+        "model": model,
+        "other": model + bytes(32),
+        "projector": projector,
+        "other projector": projector + bytes(32),
+        "half": projector[:400],
+        "text": b"no model",
+    }
+    ollama = OllamaStore(tmp_path / "ollama")
+    with pytest.raises(AppError, match=re.escape(reason)) as caught:
+        upload(ollama, {name: contents[part] for name, part in parts.items()})
+    assert caught.value.kind is ErrorKind.INVALID
+    assert "\n" not in caught.value.message
+    assert str(tmp_path) not in caught.value.message
 
 
 def test_a_model_made_from_a_file_has_its_projector(pair: Path):
