@@ -18,7 +18,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 100, "extra_body": {"temperature": 0}}
 
 
 def prompt_tokens(usage: Any) -> int:
-    """The tokens of the prompt are in three counts, by what the cache did for them."""
+    """The usage splits the prompt tokens: not cached, written to the cache, read from it."""
     return (
         usage.input_tokens
         + (usage.cache_creation_input_tokens or 0)
@@ -65,20 +65,20 @@ def streamed(client: Anthropic, body: dict[str, Any], whole: str, counted: int) 
 
 
 def stopped(client: Anthropic, body: dict[str, Any], whole: str) -> None:
-    """Stop sequences, a limit, an answer that is begun, and a prompt without an answer."""
+    """Stop sequences, a low and a high token limit, and a request that generates nothing."""
     word = whole.split()[1]
     stop = client.messages.create(**body, **GREEDY, stop_sequences=[word])
     assert (stop.stop_reason, stop.stop_sequence) == ("stop_sequence", word)
     cut = client.messages.create(**body, **{**GREEDY, "max_tokens": 1})
     assert cut.stop_reason == "max_tokens"
     far = client.messages.create(**body, **{**GREEDY, "max_tokens": 20000})
-    assert far.content[0].text == whole, "more than the context has is no error"
+    assert far.content[0].text == whole, "a limit beyond the context is not an error"
     warmed = client.messages.create(**body, **{**GREEDY, "max_tokens": 0})
     assert (warmed.content, warmed.usage.output_tokens) == ([], 0)
 
 
 def thinking(client: Anthropic, body: dict[str, Any]) -> None:
-    """The options are accepted by every model; one that does not reason has no such blocks."""
+    """Every model accepts the options. A model that does not reason returns no thinking blocks."""
     enabled = {"type": "enabled", "budget_tokens": 1024}
     message = client.messages.create(**body, **{**GREEDY, "max_tokens": 2000}, thinking=enabled)
     print("blocks:", [block.type for block in message.content])

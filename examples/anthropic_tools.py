@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def streamed(client: Anthropic, asked: dict[str, Any], arguments: object) -> None:
-    """Arguments come member by member; each piece extends valid JSON."""
+    """Arguments arrive member by member, so that each piece extends valid JSON."""
     choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
     with client.messages.stream(**asked, tool_choice=choice) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
@@ -93,8 +93,8 @@ def structured(client: Anthropic, asked: dict[str, Any]) -> None:
 
 
 def runner(client: Anthropic, model: str) -> None:
-    """The library calls the functions and sends their results. Newer versions try first whether the
-    server stores conversations, and send all messages if it does not."""
+    """The library calls the functions and sends their results. Newer versions first check whether
+    the server stores conversations, and send all messages if it does not."""
     calls: list[str] = []
 
     @beta_tool
