@@ -23,7 +23,11 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.models import MemoryRequirement
 from app.core.ports import Runner
-from app.core.runtime import limit_malloc_retention, shorten_switch_interval
+from app.core.runtime import (
+    import_without_collections,
+    limit_malloc_retention,
+    shorten_switch_interval,
+)
 from app.core.settings import LiveSettings, ModelSettings, Settings, merge_reloaded
 from app.core.units import pluralize
 from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
@@ -72,7 +76,7 @@ _KEEP_ALIVE_TIMEOUT = 75
 # Modules that libraries import when they are first used, on the event loop. An import from a slow
 # disk, or before its bytecode was written, would block all requests for seconds. Other versions of
 # the libraries may not have these modules.
-_LAZY_MODULES = ("anyio._backends._asyncio", "httpcore2")
+_LAZY_MODULES = ("anyio._backends._asyncio",)
 
 
 def serve(
@@ -234,7 +238,11 @@ class _RunningServer:
             for name, entry in self._registry.named().items():  # with their stored defaults
                 if name in self._preload_names:
                     self._pool.preload(entry.served)
-            await asyncio.to_thread(self._build)
+            if self._settings.runner == "thread":  # tensors of a load may be part of cycles
+                await asyncio.to_thread(self._build)
+            else:
+                with import_without_collections():
+                    await asyncio.to_thread(self._build)
             if self._ranks is not None:
                 self._ranks.add_failure_listener(
                     lambda why: self._fail(AppError(ErrorKind.ENGINE, why))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from app.config.options import TEMPORARY_CONFIG_VARIABLE
 from app.config.precedence import ResolvedConfig
+from app.core.runtime import import_without_collections
 from app.core.settings import Settings
 from app.runners.ranks.launch import detect_launch
 from app.runners.spawn import Spawn, spawn, spawn_early
@@ -22,13 +23,15 @@ def serve(read_config: Callable[[], ResolvedConfig]) -> int:
     configuration = read_config()
     os.environ[extension_build.VARIABLE] = extension_build.IDENTITY
     with _spawn_early(configuration.settings) as spawn_model:
-        from app.observability.logs import configure_logging, flush_logs
-        from app.serving.reload_signal import ReloadSignal
+        with import_without_collections():
+            from app.observability.logs import configure_logging, flush_logs
+            from app.serving.reload_signal import ReloadSignal
 
         reload_signal = ReloadSignal()
         with reload_signal.handled():
             configure_logging(configuration.settings)
-            from app.server import serve as run_server
+            with import_without_collections():
+                from app.server import serve as run_server
 
             temporary = TEMPORARY_CONFIG_VARIABLE in os.environ
             try:

@@ -51,15 +51,28 @@ class MlxLibrary:
 
 def get_own_version() -> str:
     """Returns the version of mlxrunner, whichever distribution is installed."""
-    # takes as long as half of a command's other imports
+    for name in _OWN_NAMES[:-1]:
+        if (version := _find_version(name)) is not None:
+            return version
+    return get_version(_OWN_NAMES[-1])
+
+
+def get_version(name: str) -> str:
+    """Returns the version of an installed distribution. Raises PackageNotFoundError of
+    importlib.metadata, which is imported only for a distribution in an unusual place, because the
+    import takes as long as half of a command's other imports."""
+    if (version := _find_version(name)) is not None:
+        return version
     import importlib.metadata
 
-    for name in _OWN_NAMES[:-1]:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return importlib.metadata.version(_OWN_NAMES[-1])
+    return importlib.metadata.version(name)
+
+
+def _find_version(name: str) -> str | None:
+    """Returns the version in the name of the dist-info folder, or None if there is no folder."""
+    pattern = f"{name.replace('-', '_')}-*.dist-info"
+    found = (info for place in sys.path for info in Path(place or ".").glob(pattern))
+    return next((_parse_info(info)[1] for info in found), None)
 
 
 def inspect_mlx_library(folder: Path | None = None) -> MlxLibrary:

@@ -10,9 +10,9 @@ Therefore the tokens of a prompt can be counted before any image is decoded.
 import hashlib
 import json
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Literal, Protocol
 
+from app.core.distributions import get_version
 from app.core.images import Image
 
 Filter = Literal["bilinear", "bicubic", "lanczos"]
@@ -103,7 +103,7 @@ class ImageProcessor(Protocol):
 def make_version(family: str) -> str:
     """Returns the version of a family's preprocessing. The pixels are Pillow's, so its version is a
     part. It is read from the metadata of the package, which is not imported."""
-    return f"{family} {_RULES} pillow {metadata.version('pillow')}"
+    return f"{family} {_RULES} pillow {get_version('pillow')}"
 
 
 def limit_grid(rows: int, columns: int, max_tokens: int) -> tuple[int, int]:

@@ -11,7 +11,11 @@ import signal
 import socket
 import sys
 
-from app.core.runtime import freeze_survivors, shorten_switch_interval
+from app.core.runtime import (
+    freeze_survivors,
+    import_without_collections,
+    shorten_switch_interval,
+)
 from app.runners import parent_watch
 from app.runners.channel import read_frame
 from app.runners.compile_dir import prepare_compile_dir
@@ -26,9 +30,10 @@ def main() -> int:
     faulthandler.enable()
     end = socket.socket(fileno=int(sys.argv[-1]))
     # These imports take a third of a second. The parent may not know the model yet.
-    from app.engine.wired_memory import unwire_memory
-    from app.runners.worker import Worker
-    from app.runners.worker_protocol import WORKER_INIT
+    with import_without_collections():
+        from app.engine.wired_memory import unwire_memory
+        from app.runners.worker import Worker
+        from app.runners.worker_protocol import WORKER_INIT
 
     message = read_frame(end.recv)
     if message is None:

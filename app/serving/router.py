@@ -12,11 +12,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.core.distributions import get_own_version
+from app.core.distributions import get_own_version, get_version
 from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
 from app.core.images import Image, RemoteImage
@@ -710,7 +709,7 @@ def compute_fingerprint(
     and the engine's settings."""
     parts = (
         get_own_version(),
-        version("mlx"),
+        get_version("mlx"),
         files.name,
         str(files.weight_bytes),
         files.weights_digest,

@@ -9,7 +9,6 @@ MLX's own operations for Linux CPUs are optimized for correctness rather than sp
 thread, process one row at a time, and are not vectorized. They are used if `ops` returns None.
 """
 
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
         return None, False, cpu_backend.read_not_built_reason(Path(__file__).parent)
     except ImportError as error:  # built for another Python or another MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
-    ours, theirs = found.built_for, importlib.metadata.version("mlx")
+    ours, theirs = found.built_for, mx.__version__
     if ours != theirs:
         return (
             None,

@@ -21,6 +21,7 @@ from app.core.distributions import (
     MlxLibrary,
     check_mlx_library,
     get_own_version,
+    get_version,
     inspect_mlx_library,
     repair_commands,
 )
@@ -180,6 +181,18 @@ def test_the_version_is_that_of_the_installed_distribution(tmp_path: Path) -> No
     )
     assert process.stdout == "0.32.4\n"
     assert get_own_version() == importlib.metadata.version("mlxrunner")
+
+
+def test_a_version_is_that_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mlx", "mlx-cpu", "pillow"):
+        assert get_version(name) == importlib.metadata.version(name)
+    info = tmp_path / "old.egg-info"
+    info.mkdir()
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: old\nVersion: 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert get_version("old") == "7"
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        get_version("missing")
 
 
 def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.core.runtime import freeze_survivors
+from app.core.runtime import freeze_survivors, import_without_collections
 
 
 class Node:
@@ -66,6 +66,18 @@ def test_the_collector_is_as_before_after_the_context():
     with freeze_survivors():
         assert gc.get_threshold() != before[0]
     assert (gc.get_threshold(), len(gc.callbacks)) == before
+
+
+def test_imports_cause_no_collections():
+    node = Node()
+    before = sum(generation["collections"] for generation in gc.get_stats())
+    with import_without_collections():
+        kept = [Node() for _ in range(10 * gc.get_threshold()[0])]
+        assert not gc.isenabled()
+    assert sum(generation["collections"] for generation in gc.get_stats()) == before
+    assert gc.isenabled()
+    assert not is_visited(node)
+    assert not is_visited(kept[-1])
 
 
 def test_collections_stay_small_while_objects_accumulate():
