@@ -4,7 +4,9 @@ The tokenizer is byte-level, so any text can be encoded and decoded: ids 0 to 25
 come the special tokens. Logits are spread widely, so that near-ties are rare.
 """
 
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +63,25 @@ def weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> dict[str, mx.arra
 
 def tokenizer() -> Tokenizer:
     """One token per byte, followed by <s> and </s>."""
-    # byte-level BPE writes bytes as printable characters; the alphabet lists them
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    byte_level = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    byte_level = Tokenizer(models.BPE(vocab=dict(_VOCABULARY), merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     byte_level.decoder = decoders.ByteLevel()
     byte_level.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     return byte_level
 
 
-def _byte_of(character: str) -> int:
-    """GPT-2's map: printable Latin-1 is unchanged, other bytes are mapped to U+0100 and above."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if ord(character) in printable:
-        return ord(character)
-    return [b for b in range(256) if b not in printable][ord(character) - 256]
+def _map_characters() -> dict[str, int]:
+    """Byte-level BPE writes bytes as printable characters, by GPT-2's map: printable Latin-1 is
+    unchanged, other bytes are mapped to U+0100 and above."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    characters = {chr(b if b in printable else next(others)): b for b in range(256)}
+    assert characters.keys() == set(pre_tokenizers.ByteLevel.alphabet())
+    return characters
+
+
+# not for each tokenizer: the tests write a thousand of them
+_VOCABULARY: Mapping[str, int] = _map_characters()
 
 
 def write(folder: Path, *, seed: int = 0, chat: bool = True, **changes: Any) -> Path:
