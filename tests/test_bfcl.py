@@ -25,7 +25,6 @@ from app.core.thread_pools import ThreadPools
 from app.engine.model_info import complete_config
 from app.runners.pool import ModelPool
 from app.runners.thread_runner import ThreadRunner
-from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.serving.router import ModelRouter
@@ -35,6 +34,7 @@ from tests.bfcl import questions
 from tests.conftest import SHARED
 from tests.fakes import build_fake_app
 from tests.server_process import TIMEOUT
+from tests.serving.in_process import accept_tokenizer
 
 pytestmark = pytest.mark.no_cover  # see tests/conftest.py
 
@@ -140,7 +140,7 @@ async def serve_in_process(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
         [entry.served.name],
         ThreadPools(),
         load_wait=60.0,
-        check_tokenizer=TokenizerChecker(store.is_builtin).check,
+        check_tokenizer=accept_tokenizer,
         library=InstalledModels(registry),
     )
     await pool.start()

@@ -20,7 +20,6 @@ from app.commands.servers import get_json
 from app.config.toml_edit import ConfigFile
 from app.core.jobs import StepOutput
 from app.core.limits import RequestLimits
-from app.core.model_files import ModelFiles
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.loop import Loop
@@ -33,6 +32,7 @@ from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter
 from tests.api.asgi import serve_app
+from tests.serving.in_process import accept_tokenizer
 from tests.throttle import STEP_SECONDS
 from tests.waiting import INTERVAL
 
@@ -92,7 +92,7 @@ def _build(settings: Settings, keyring: Keyring, config: Path | None) -> Starlet
         [entries[0].served.name],
         workers,
         load_wait=settings.load_wait,
-        check_tokenizer=_accept_tokenizer,
+        check_tokenizer=accept_tokenizer,
         library=InstalledModels(registry),
         limits=limits,
         save_defaults=None if config is None else ConfigFile(str(config)).save_defaults,
@@ -115,10 +115,6 @@ def _build(settings: Settings, keyring: Keyring, config: Path | None) -> Starlet
 def _find_entry(model: ModelSettings | None, settings: Settings) -> RegisteredModel:
     files = complete_config(store.find(None if model is None else model.name))
     return build_entry(model, files, settings)
-
-
-async def _accept_tokenizer(files: ModelFiles) -> None:
-    """The check of a tokenizer runs a process."""
 
 
 class StepGate:

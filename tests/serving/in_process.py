@@ -22,8 +22,8 @@ from app.serving.registry import ModelRegistry, build_entry
 from app.serving.router import ModelRouter
 
 
-async def _accept_tokenizer(files: ModelFiles) -> None:
-    """The check of a tokenizer runs a process."""
+async def accept_tokenizer(files: ModelFiles) -> None:
+    """In place of the check, which runs a process for each model."""
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def serve_model(
         [entry.served.name],
         workers,
         load_wait=settings.load_wait,
-        check_tokenizer=_accept_tokenizer,
+        check_tokenizer=accept_tokenizer,
         library=InstalledModels(registry),
         limits=limits,
         image_decoder=decoder,

@@ -36,13 +36,13 @@ from app.engine.model_info import complete_config
 from app.grammar.compiler import GrammarCompiler
 from app.runners.pool import ModelPool
 from app.runners.thread_runner import ThreadRunner
-from app.runners.tokenizer_check import TokenizerChecker
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, RegisteredModel, build_entry
 from app.serving.router import ModelRouter, sum_engine_stats
 from tests import tiny
 from tests.batches import flatten
 from tests.engine.test_adapters import write_adapter
+from tests.serving.in_process import accept_tokenizer
 
 MEBIBYTE = 1 << 20
 
@@ -103,7 +103,7 @@ def with_router(
             list(preload),
             ThreadPools(),
             load_wait=all_settings.load_wait,
-            check_tokenizer=TokenizerChecker(store.is_builtin).check,
+            check_tokenizer=accept_tokenizer,
             library=InstalledModels(registry),
             limits=limits,
         )
@@ -225,14 +225,13 @@ def test_without_any_model_there_is_no_default_yet() -> None:
     async def run() -> None:
         registry = ModelRegistry([], Settings())
         pool = ModelPool(ThreadRunner, registry.load_verified_files, measure, total_bytes=1)
-        check = TokenizerChecker(store.is_builtin).check
         router = ModelRouter(
             registry,
             pool,
             [],
             ThreadPools(),
             load_wait=1.0,
-            check_tokenizer=check,
+            check_tokenizer=accept_tokenizer,
             library=InstalledModels(registry),
         )
         with pytest.raises(AppError) as caught:
