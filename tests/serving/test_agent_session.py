@@ -43,7 +43,7 @@ FEW = (
     "google-gemma-2-2b-it.jinja",
 )
 
-REQUESTS, FEW_REQUESTS = 50, 15
+REQUESTS, FEW_REQUESTS = 50, 10
 
 SHARE = 0.99
 

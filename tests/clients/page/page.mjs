@@ -26,7 +26,7 @@ export const scenarios = {
   /** Paints of the page, in ms after the start of the navigation. */
   async paint(browser) {
     const paints = [];
-    for (let load = 0; load < 5; load += 1) {
+    for (let load = 0; load < 3; load += 1) {
       const tab = await browser.open();
       await tab.waitForFunction(() => performance.getEntriesByName("first-contentful-paint").length);
       paints.push(await tab.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0].startTime));
