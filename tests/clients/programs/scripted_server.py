@@ -274,11 +274,12 @@ def write_seeing_model(folder: Path) -> Path:
 def main() -> int:
     folder = Path(os.environ[FOLDER_VARIABLE])
 
-    def get_factory(settings: object) -> object:
+    def get_factory(settings: object, spawn: object) -> object:
         return lambda settings: ScriptedEngine(folder)
 
     setattr(server, "_get_runner_factory", get_factory)  # noqa: B010  # a private name
-    return cli.main(sys.argv[1:])
+    # no process for a model, which would be spawned before the server asks for its runner
+    return cli.main([*sys.argv[1:], "--runner", "thread"])
 
 
 if __name__ == "__main__":
