@@ -36,8 +36,8 @@ _MAX_HEADER_BYTES = 256 << 20
 # tensors of a model, and keys: a model of 100 layers has 2,000 tensors and 50 keys
 _MAX_TENSORS, _MAX_KEYS = 1 << 17, 1 << 14
 
-# the total number of strings in arrays
-_MAX_STRINGS = 1 << 22
+# the total number of strings in arrays; 260,000 tokens with their merges are 780,000
+_MAX_STRINGS = 1 << 21
 
 # GGML_MAX_NAME of ggml; a key may have 65,535 bytes, but real keys have 50
 _MAX_NAME_BYTES, _MAX_KEY_BYTES = 64, 256

@@ -12,6 +12,7 @@ Studio's folder, a model can also be named as on the hub: `org/repository:Q4_K_M
 import itertools
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from app.core.model_files import ModelFiles
 from app.store.gguf import model
 from app.store.gguf.projector import find_projectors
 from app.store.lm_studio import list_model_folders
+
+# categories of characters: controls, such as those of a terminal, bytes of invalid UTF-8, and the
+# ends of lines and paragraphs
+_NO_TEXT = ("Cc", "Cs", "Zl", "Zp")
 
 # a limit on the files that are looked at, for a folder that contains something else
 _MAX_FILES = 10_000
@@ -43,14 +48,22 @@ def find(name: str) -> ModelFiles | None:
 
 
 def list_files() -> Iterator[GGUFFileEntry]:
-    """Yields the models in the folders. Folders that do not exist or cannot be read are empty."""
+    """Yields the models in the folders. Folders that do not exist or cannot be read are empty, and
+    files whose name is no text are left out."""
     seen: set[str] = set()
     for source, folder, pattern in _list_folders():
         for path in sorted(itertools.islice(folder.glob(pattern), _MAX_FILES)):
             name = model.get_name(path)
-            if name not in seen and model.is_model_file(path):
+            is_shown = name not in seen and _is_text(str(path.relative_to(folder)))
+            if is_shown and model.is_model_file(path):
                 seen.add(name)
                 yield GGUFFileEntry(name=name, source=source, path=path)
+
+
+def _is_text(name: str) -> bool:
+    """Returns whether a name can be shown in a line and sent in JSON: it has no control characters,
+    and is valid UTF-8."""
+    return not any(unicodedata.category(character) in _NO_TEXT for character in name)
 
 
 def _list_folders() -> Iterator[tuple[str, Path, str]]:

@@ -41,6 +41,9 @@ _QUANTIZATION = re.compile(r"[-.](UD-)?(I?Q\d\w*|BF16|F16|F32|MXFP4\w*)$", re.IG
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = "general.sampling."
 
+# the longest licenses have 50,000 characters
+_MAX_TEXT_CHARACTERS = 1 << 20
+
 # keys of general.sampling and the equivalent keys of generation_config.json
 _SAMPLING_KEYS: Mapping[str, str] = {
     "temp": "temperature",
@@ -213,8 +216,9 @@ def _make_generation_config(vocabulary: Vocabulary) -> Json:
 
 
 def _get_text(file: GGUFFile, key: str) -> str:
+    """Returns a text to be shown, or "" if there is none or it is too long."""
     value = file.metadata.get(key)
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and len(value) <= _MAX_TEXT_CHARACTERS else ""
 
 
 def _write_tokenizer(vocabulary: Vocabulary) -> Path:

@@ -34,7 +34,7 @@ _MAX_TOKENS = 1 << 21
 _MAX_SPLIT_CHARACTERS = 256
 
 # the splits of all tokens; 260,000 tokens have 2 million
-_MAX_SPLITS = 1 << 23
+_MAX_SPLITS = 1 << 22
 
 # the texts of tokens that end a turn or a text, whether or not the metadata names them
 END_MARKS = frozenset(

@@ -1,5 +1,6 @@
 """GGUF files in the folders of LM Studio and llama.cpp."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,22 @@ def test_a_model_of_lm_studio_is_also_named_as_on_the_hub(home: Path) -> None:
     (studio / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(AppError, match=r"tiny-Q8_0\.gguf is not a usable GGUF file"):
         store.find("org/tiny-GGUF")
+
+
+@pytest.mark.parametrize("name", [b"\x1b[31mred", b"two\nlines", b"bad\xff", b"\xe2\x80\xa8"])
+def test_a_file_whose_name_is_no_text_is_left_out(home: Path, name: bytes) -> None:
+    """Such a name changes a terminal, forges a line of the log, or cannot be sent as JSON."""
+    studio = home / ".lmstudio/models/org/tiny-GGUF"
+    content = write_tiny(studio / "tiny \u00e9\u6a21\u578b.gguf").read_bytes()
+    folder = studio.with_name(os.fsdecode(name))
+    try:
+        folder.mkdir()
+        for path in (folder / "m.gguf", studio / os.fsdecode(name + b".gguf")):
+            path.write_bytes(content)
+    except OSError:
+        pytest.skip("the file system does not allow such names")
+    found = {entry.name for entry in store.list_installed() if entry.source == "lm studio"}
+    assert found == {"tiny \u00e9\u6a21\u578b"}
 
 
 def test_a_split_model_is_listed_once_and_a_projector_is_not_a_model(home: Path) -> None:

@@ -152,6 +152,15 @@ def split_file(whole: Path, folder: Path) -> list[Path]:
     return paths
 
 
+def test_a_license_of_megabytes_is_left_out(tmp_path: Path) -> None:
+    """The server would send it to each client that asks for the details of the model."""
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_string("general.license", "x" * (1 << 20) + "x")
+
+    assert store.resolve(str(write_tiny(tmp_path / "m.gguf", extra=extra))).license == ""
+
+
 def test_special_tokens_templates_and_sampling_are_read(tmp_path: Path) -> None:
     def extra(writer: gguf.GGUFWriter) -> None:
         writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}")
