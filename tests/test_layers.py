@@ -76,11 +76,9 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
             "app.serving.embeddings",
             "app.serving.image_input",
             "app.serving.prompt_jobs",
-            "app.serving.running_choice",
             "app.text",
         }
     ),
-    "app.serving.running_choice": frozenset({"app.core", "app.serving.prompt_jobs", "app.text"}),
     "app.serving.registry": frozenset({"app.core", "app.store", "app.engine.model_info"}),
     "app.serving.model_library": frozenset(
         {"app.core", "app.store", "app.serving.registry", "app.engine.model_info"}
@@ -165,7 +163,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.serving.embeddings": frozenset(),
     "app.serving.pooling_config": frozenset(),
     "app.serving.generation": frozenset(),
-    "app.serving.running_choice": frozenset(),
     "app.serving.registry": frozenset(),
     "app.serving.model_library": frozenset(),
     "app.serving.image_input": frozenset(),
@@ -182,7 +179,6 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.http.body": frozenset({"msgspec", "starlette", "orjson"}),
     # the few modules that depend on the HTTP implementation, besides app.server
     "app.http.connection": frozenset({"h11", "starlette", "uvicorn"}),
-    "app.http.h11_connection": frozenset({"h11", "starlette"}),
     "app.http.uvicorn_internals": frozenset({"uvicorn"}),
     "app.http.uvicorn_server": frozenset({"uvicorn"}),
     # metrics are collected and rendered in one package

@@ -14,7 +14,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.settings import LiveSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
-from app.http.errors import ERROR_FORMATS
+from app.http.responses import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
 from tests.openapi_document import read_openapi

@@ -4,8 +4,9 @@ Knows: Starlette's exception handlers, the order of the middleware in app/http, 
 dialects. Must not know: the formats of dialects, how `generate` is built, where keys are stored.
 
 A dialect is a module below app/api that defines a function `routes(generate, models, settings,
-bodies)`, and ERRORS if its error responses differ from OpenAI's (app/http/errors.py:DialectErrors).
-Dialects are discovered by these names; there is no list of dialects.
+bodies)`, and ERRORS if its error responses differ from OpenAI's
+(app/http/responses.py:DialectErrors). Dialects are discovered by these names; there is no list of
+dialects.
 """
 
 import pkgutil
@@ -38,7 +39,6 @@ from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
 from app.http.api_keys import Keyring
 from app.http.auth import AuthMiddleware
 from app.http.body import RequestBodies
-from app.http.errors import SHOULD_RETRY_HEADER, DialectErrors, error_response
 from app.http.host_and_origin import (
     LOCAL_ORIGIN_REGEX,
     AllowedHosts,
@@ -52,6 +52,7 @@ from app.http.request_id import (
     REQUEST_ID_HEADER,
     RequestIdMiddleware,
 )
+from app.http.responses import SHOULD_RETRY_HEADER, DialectErrors, error_response
 from app.http.streaming import ClientDisconnected
 
 # The headers that OpenAI's and Anthropic's SDKs and OpenRouter's clients send from browsers, and

@@ -29,8 +29,7 @@ from app.core.events import Finish, OutputEvent, TextDelta, TokenLogprob
 from app.core.ports import ModelCard
 from app.core.requests import GenerateRequest
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingValue
-from app.http.errors import ERROR_FORMATS
-from app.http.responses import JsonObject
+from app.http.responses import ERROR_FORMATS, JsonObject
 from app.http.streaming import encode_json_line
 
 DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}

@@ -36,8 +36,7 @@ from app.core.thread_pools import ThreadPools
 from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
 from app.http.auth import get_caller, is_admin
 from app.http.body import RequestBodies
-from app.http.errors import error_response
-from app.http.responses import JsonObject, json_response
+from app.http.responses import JsonObject, error_response, json_response
 from app.http.streaming import (
     KeepAlive,
     cancel_on_disconnect,

@@ -20,7 +20,6 @@ from app.core.jobs import (
     JobUpdate,
     PrefixSnapshot,
 )
-from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.model_files import GenerationDefaults, ModelDefaults, ModelFiles
 from app.core.models import (
     DownloadPreview,
@@ -31,6 +30,7 @@ from app.core.models import (
     TensorDetails,
 )
 from app.core.requests import Embeddings, EmbedJob, EmbedRequest, GenerateRequest
+from app.core.sampling_params import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 
 RunnerState = Literal["loading", "ready", "stalled", "failed"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from app.core.errors import AppError, ErrorKind
-from app.core.logprobs import DEFAULT_MAX_LOGPROBS
 from app.core.model_files import ModelDefaults
+from app.core.sampling_params import DEFAULT_MAX_LOGPROBS
 
 # the origin of a web page, in lower case and without the default port · or the origin of a program
 # with an embedded browser, for example app://obsidian.md

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import AppError, ErrorKind
 from app.http.api_keys import ApiKey, Keyring
-from app.http.errors import error_response
+from app.http.responses import error_response
 
 # All other paths require a key, including unknown ones, so that clients without a key cannot probe
 # for paths. tests/http/test_auth.py compares this table with the routes.

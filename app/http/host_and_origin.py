@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.http.errors import error_response
+from app.http.responses import error_response
 
 # uri-host [":" port]; an IPv6 address may have a zone (RFC 6874)
 _AUTHORITY = re.compile(

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.usage import ConnectionStats
-from app.http.errors import DialectErrors
+from app.http.responses import DialectErrors
 
 # a separate logger, so that it can be disabled (app/observability/logs.py)
 log = logging.getLogger("app.access")

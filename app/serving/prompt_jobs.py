@@ -16,7 +16,6 @@ from app.core.context_shift import resolve_num_keep, truncate_prompt
 from app.core.errors import AppError, ContextExcess, ErrorKind, mark_client_text
 from app.core.images import Image, ImagePixels, ImageSpan, PlacedImage, make_row_id
 from app.core.jobs import ContextLimit, Job
-from app.core.logprobs import DEFAULT_MAX_LOGPROBS, MAX_REQUEST_ALTERNATIVES
 from app.core.model_files import ModelFiles, read_generation_defaults
 from app.core.requests import (
     UNCONSTRAINED_FIELDS,
@@ -26,7 +25,7 @@ from app.core.requests import (
     Prompt,
     PromptBatch,
 )
-from app.core.sampling_params import SamplingParams
+from app.core.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_REQUEST_ALTERNATIVES, SamplingParams
 from app.core.settings import Settings
 from app.core.thread_pools import CancelToken
 from app.core.units import pluralize

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.http.errors import ERROR_FORMATS
+from app.http.responses import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import CARD, FakeGenerate
 from tests.rows import rows

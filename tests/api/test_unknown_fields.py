@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.api.schema.names import check_unknown, find_misspelled, is_one_edit
+from app.api.schema.decode import check_unknown, find_misspelled, is_one_edit
 from app.core.errors import AppError
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.settings import Settings

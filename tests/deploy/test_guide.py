@@ -11,7 +11,7 @@ from app.cli import _build_parser
 from app.config.command_line import parse_arguments
 from app.config.options import OPTIONS
 from app.core.models import ModelPhase
-from app.http.errors import ERROR_FORMATS
+from app.http.responses import ERROR_FORMATS
 from tests.server_process import ROOT
 
 GUIDE = ROOT / "docs" / "operations.md"

@@ -18,14 +18,13 @@ from uvicorn.server import ServerState
 
 from app.core.settings import Settings
 from app.core.usage import ConnectionStats
-from app.http.connection import Connection
+from app.http.connection import MAX_HEAD_BYTES, MAX_HEADER_FIELDS, Connection
 from app.http.connection_limits import (
     ConnectionLimiter,
     ConnectionTable,
     LogThrottle,
     raise_fd_limit,
 )
-from app.http.h11_connection import MAX_HEAD_BYTES, MAX_HEADER_FIELDS
 from app.http.uvicorn_server import make_protocol_factory
 from tests.api.asgi import Reply, serve_app
 from tests.fakes import FOREVER, FakeGenerate, build_fake_app, finish, text

@@ -2,14 +2,14 @@
 
 import pytest
 
-from app.http import body_read_scheduler
-from app.http.body_read_scheduler import LoopTimeBudget
+from app.http import connection_limits
+from app.http.connection_limits import LoopTimeBudget
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(body_read_scheduler.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(connection_limits.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture

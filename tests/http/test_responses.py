@@ -14,8 +14,7 @@ import pytest
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import Settings
-from app.http.errors import ERROR_FORMATS, error_response, render_error
-from app.http.responses import encode_long_array
+from app.http.responses import ERROR_FORMATS, encode_long_array, error_response, render_error
 from app.http.streaming import (
     KEEP_ALIVE_COMMENT,
     KeepAlive,

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from app.core.errors import AppError, ErrorKind
-from app.http.errors import ERROR_FORMATS
-from app.http.responses import JsonObject
+from app.http.responses import ERROR_FORMATS, JsonObject
 
 VERSION_HEADER = "anthropic-version"
 
@@ -66,7 +65,7 @@ def render_messages_error(error: AppError, request_id: str) -> JsonObject:
 
 
 class AnthropicErrors:
-    """Implements `app.http.errors.DialectErrors`."""
+    """Implements `app.http.responses.DialectErrors`."""
 
     path = "/v1/messages"
     header = VERSION_HEADER

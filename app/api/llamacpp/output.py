@@ -27,8 +27,7 @@ from app.core.events import (
     TokenLogprob,
     TopLogprob,
 )
-from app.http.errors import render_error
-from app.http.responses import JsonObject, encode_long_array
+from app.http.responses import JsonObject, encode_long_array, render_error
 from app.http.streaming import encode_sse_event
 
 # llama.cpp has numbered slots; -1 means none.

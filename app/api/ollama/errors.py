@@ -4,8 +4,7 @@ Knows: the format, and the messages that clients check for. Must not know: route
 """
 
 from app.core.errors import AppError, ErrorKind
-from app.http.errors import ERROR_FORMATS
-from app.http.responses import JsonObject
+from app.http.responses import ERROR_FORMATS, JsonObject
 from app.http.streaming import encode_json_line
 
 # clients compare these messages
@@ -31,7 +30,7 @@ def encode_error_line(error: AppError) -> bytes:
 
 
 class OllamaErrors:
-    """Implements `app.http.errors.DialectErrors`."""
+    """Implements `app.http.responses.DialectErrors`."""
 
     path = "/api"
     header = None

@@ -26,8 +26,7 @@ from app.core.models import LibraryStep, ModelRecipe
 from app.core.ports import BlobWriter, Models
 from app.core.sampling_params import SAMPLING_KNOBS
 from app.http.body import EXTEND_BODY
-from app.http.errors import error_response
-from app.http.responses import JsonObject
+from app.http.responses import JsonObject, error_response
 from app.http.streaming import (
     ClientDisconnected,
     cancel_on_disconnect,

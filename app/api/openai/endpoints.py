@@ -22,9 +22,14 @@ from app.api.generate_endpoint import (
     UnfinishedRequest,
 )
 from app.api.models import render_model_state
-from app.api.openai.chat import ChatChunkEncoder, collect_chat
-from app.api.openai.completions import CompletionChunkEncoder, collect_completion
-from app.api.openai.output import ChunkEncoder, CompletionMetadata
+from app.api.openai.output import (
+    ChatChunkEncoder,
+    ChunkEncoder,
+    CompletionChunkEncoder,
+    CompletionMetadata,
+    collect_chat,
+    collect_completion,
+)
 from app.api.openai.request import ParsedCompletionRequest, parse_chat, parse_completion
 from app.core.events import OutputEvent
 from app.core.models import ModelState

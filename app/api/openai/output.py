@@ -1,9 +1,14 @@
-"""OpenAI's responses: the common part of chat completions and completions, streamed or not.
+"""OpenAI's responses: chat completions and completions, streamed or not.
 
-Knows: the envelope shared by chunks and bodies, the end of a stream, the events of each choice,
-token counts and timings in three formats: OpenAI's `usage`, Ollama's counters (durations in
-nanoseconds) and llama.cpp's `timings` (in milliseconds; see "Timings" in its server's README.md).
-Must not know: the format of a choice, the request, except for the fields that a response repeats.
+Knows: the envelope shared by chunks and bodies, the end of a stream, the choices that are messages
+(text, reasoning and tool calls) or texts, token counts and timings in three formats: OpenAI's
+`usage`, Ollama's counters (durations in nanoseconds) and llama.cpp's `timings` (in milliseconds;
+see "Timings" in its server's README.md). Must not know: the request, except for the fields that a
+response repeats.
+
+As in OpenAI's API, each choice of a streamed chat completion begins with a chunk that has the role
+and empty content. It is sent together with the first output, because clients measure the time to
+the first chunk. No later chunk of a stream has empty content before the final one.
 """
 
 import math
@@ -11,9 +16,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from app.api.generate_endpoint import CommentedStream, Progress
+from app.api.openai.logprobs import CompletionLogprobs, render_chat_logprobs, render_prompt_logprobs
 from app.core.errors import AppError
 from app.core.events import (
     Finish,
@@ -29,11 +35,14 @@ from app.core.events import (
     Usage,
 )
 from app.core.settings import ReasoningField
-from app.http.errors import render_error
-from app.http.responses import JsonObject
+from app.http.responses import JsonObject, render_error
 from app.http.streaming import encode_sse_event
 
 DONE = b"data: [DONE]\n\n"
+
+ROLE = {"role": "assistant"}
+
+COMPLETION_TYPE = "text_completion"
 
 
 class UsageTotals:
@@ -431,3 +440,189 @@ def render_base_fields(metadata: CompletionMetadata, kind: str) -> dict[str, Any
 def render_stop_reason(finish: Finish) -> str | int | None:
     """Returns the stop string or stop token of the request that ended a choice, as in vLLM."""
     return finish.stop_token_id if finish.stop_string is None else finish.stop_string
+
+
+class ChatChunkEncoder(ChunkEncoder):
+    """Encodes a streamed chat completion."""
+
+    def __init__(self, metadata: CompletionMetadata) -> None:
+        super().__init__(metadata, "chat.completion.chunk")
+        self._prompt_ids_sent = False
+
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
+        choice = event.choice
+        match event:
+            case TextDelta():
+                return [self._choice(choice, {"content": event.text})] if event.text else []
+            case ReasoningDelta():
+                return [self._choice(choice, _reasoning_fields(event.text, self.metadata))]
+            case ToolCallDelta():
+                return [
+                    self._choice(choice, {"tool_calls": [piece]})
+                    for piece in _tool_call_deltas(event)
+                ]
+            case _:
+                assert_never(event)
+
+    def begin_choice(self, choice: int) -> list[JsonObject]:
+        begin = _delta_choice(choice, {**ROLE, "content": ""})
+        return [begin | {"token_ids": list[int]()} if self.metadata.return_token_ids else begin]
+
+    def finish_choice(self, event: Finish) -> JsonObject:
+        choice = self._choice(event.choice, {})
+        return choice | {"finish_reason": event.reason, "stop_reason": render_stop_reason(event)}
+
+    def extra_fields(self) -> JsonObject:
+        """Returns the token IDs of the prompt, for the very first chunk."""
+        if self._prompt_ids_sent or not self.metadata.return_token_ids:
+            return {}
+        self._prompt_ids_sent = True
+        return {"prompt_token_ids": self.prompt_ids[0]}
+
+    def _choice(self, choice: int, delta: JsonObject) -> JsonObject:
+        entry = _delta_choice(choice, delta)
+        tokens = self.tokens.pop(choice, None)
+        if tokens is not None and tokens.logprobs:
+            entry["logprobs"] = render_chat_logprobs(tokens.logprobs)
+        if self.metadata.return_token_ids:
+            entry["token_ids"] = [] if tokens is None else tokens.ids
+        return entry
+
+
+def _delta_choice(choice: int, delta: JsonObject) -> JsonObject:
+    return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def collect_chat(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
+    """Builds the body of a non-streaming chat completion."""
+    completion = Completion.from_events(events)
+    choices = [
+        _render_choice(metadata, place, output)
+        for place, output in enumerate(completion.select_choices(metadata))
+    ]
+    ids = {"prompt_token_ids": completion.prompt_ids[0]} if metadata.return_token_ids else {}
+    body = render_body(metadata, "chat.completion", completion, choices)
+    return body | ids | render_prompt_logprobs(completion.prompt_logprobs.get(0))
+
+
+def _render_choice(metadata: CompletionMetadata, place: int, output: ChoiceOutput) -> JsonObject:
+    return {
+        "index": place,
+        "message": _render_message(output, metadata),
+        "logprobs": render_chat_logprobs(output.tokens.logprobs) if metadata.logprobs else None,
+        "finish_reason": output.finish_event.reason,
+        "stop_reason": render_stop_reason(output.finish_event),
+        **({"token_ids": output.tokens.ids} if metadata.return_token_ids else {}),
+    }
+
+
+def _render_message(output: ChoiceOutput, metadata: CompletionMetadata) -> JsonObject:
+    """Renders a message. The content is null, not empty, if there are tool calls and no text."""
+    content = None if output.calls and not output.text else output.text
+    message: JsonObject = {**ROLE, "content": content, "refusal": None}
+    if output.reasoning:
+        message |= _reasoning_fields(output.reasoning, metadata)
+    if output.calls:
+        message["tool_calls"] = [_render_tool_call(call) for call in output.calls]
+    return message
+
+
+def _reasoning_fields(text: str, metadata: CompletionMetadata) -> JsonObject:
+    """Returns the reasoning under the server's field name. Some clients join the texts of all field
+    names that they know, so by default there is only one."""
+    if metadata.reasoning_field == "both":
+        return {"reasoning_content": text, "reasoning": text}
+    return {metadata.reasoning_field: text}
+
+
+def _render_tool_call(call: ToolCallOutput) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_call_deltas(event: ToolCallDelta) -> list[JsonObject]:
+    """Renders a tool call. The first delta contains the name without arguments; later deltas
+    contain parts of the arguments."""
+    pieces: list[JsonObject] = []
+    if event.id is not None:
+        function = {"name": event.name, "arguments": ""}
+        begun = {"id": event.id, "type": "function", "function": function}
+        pieces.append({"index": event.call_index, **begun})
+    if event.arguments:
+        pieces.append({"index": event.call_index, "function": {"arguments": event.arguments}})
+    return pieces
+
+
+class CompletionChunkEncoder(ChunkEncoder):
+    """Encodes a streamed completion."""
+
+    def __init__(self, metadata: CompletionMetadata) -> None:
+        super().__init__(metadata, COMPLETION_TYPE)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._prompt_ids_sent: set[int] = set()  # choices whose prompt token IDs were already sent
+
+    def delta_choices(self, event: TextDelta | ReasoningDelta | ToolCallDelta) -> list[JsonObject]:
+        # a prompt without a chat template produces only text
+        assert isinstance(event, TextDelta)
+        return [self._choice(event.choice, event.text)] if event.text else []
+
+    def finish_choice(self, event: Finish) -> JsonObject:
+        choice = self._choice(event.choice, "")
+        return choice | {"finish_reason": event.reason, "stop_reason": render_stop_reason(event)}
+
+    def _choice(self, choice: int, text: str) -> JsonObject:
+        tokens = self.tokens.pop(choice, None) or TokenBuffer()
+        columns = self._logprobs.setdefault(choice, CompletionLogprobs())
+        return {
+            "index": choice,
+            "text": text,
+            "logprobs": columns.render(tokens.logprobs) if tokens.logprobs else None,
+            "finish_reason": None,
+            **(
+                {"token_ids": tokens.ids, **self._prompt_ids(choice)}
+                if self.metadata.return_token_ids
+                else {}
+            ),
+        }
+
+    def _prompt_ids(self, choice: int) -> JsonObject:
+        """Returns the token IDs of the prompt, for the first chunk of each choice."""
+        if choice in self._prompt_ids_sent:
+            return {}
+        self._prompt_ids_sent.add(choice)
+        return {"prompt_token_ids": self.prompt_ids[choice // self.metadata.best_of]}
+
+
+def collect_completion(metadata: CompletionMetadata, events: Sequence[OutputEvent]) -> JsonObject:
+    """Builds the body of a non-streaming completion."""
+    completion = Completion.from_events(events)
+    outputs = completion.select_choices(metadata)
+    return render_body(
+        metadata,
+        COMPLETION_TYPE,
+        completion,
+        [
+            _render_text_choice(metadata, place, output, completion)
+            for place, output in enumerate(outputs)
+        ],
+    )
+
+
+def _render_text_choice(
+    metadata: CompletionMetadata, place: int, output: ChoiceOutput, completion: Completion
+) -> JsonObject:
+    ids = {
+        "token_ids": output.tokens.ids,
+        "prompt_token_ids": completion.prompt_ids.get(output.finish_event.prompt_index),
+    }
+    return {
+        "index": place,
+        "text": output.text,
+        "logprobs": CompletionLogprobs().render(output.tokens.logprobs)
+        if metadata.logprobs
+        else None,
+        "finish_reason": output.finish_event.reason,
+        "stop_reason": render_stop_reason(output.finish_event),
+        **(ids if metadata.return_token_ids else {}),
+        **render_prompt_logprobs(completion.prompt_logprobs.get(output.finish_event.prompt_index)),
+    }

@@ -14,11 +14,11 @@ from msgspec import Raw
 
 from app.api.fields import as_array, as_token_ids, invalid_request, quote_value
 from app.api.openai.messages import build_conversation
-from app.api.openai.reasoning import build_thinking
 from app.api.openai.sampling import (
     build_sampling,
     build_stop_conditions,
     build_template_options,
+    build_thinking,
     build_verbosity,
 )
 from app.api.openai.structured_outputs import build_grammar
@@ -36,8 +36,8 @@ from app.api.schema.openai import (
     CompletionBody,
 )
 from app.core import units
-from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.requests import Conversation, GenerateRequest, Prompt, PromptBatch
+from app.core.sampling_params import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.units import pluralize
 
 DEFAULT_COMPLETION_MAX_TOKENS = 16  # OpenAI's default, for completions only

@@ -36,8 +36,7 @@ from app.core.events import (
     ToolCallDelta,
     Usage,
 )
-from app.http.errors import render_error
-from app.http.responses import JsonObject
+from app.http.responses import JsonObject, render_error
 from app.http.streaming import encode_sse_event
 
 OnComplete = Callable[[JsonObject], None]

@@ -12,9 +12,13 @@ from typing import Protocol
 from msgspec import Raw
 
 from app.api.fields import as_mapping, drop_nulls, invalid_request, quote_value
-from app.api.openai.reasoning import build_response_thinking
 from app.api.openai.request import check_metadata, get_keep_alive
-from app.api.openai.sampling import build_sampling, build_stop_conditions, build_template_options
+from app.api.openai.sampling import (
+    build_response_thinking,
+    build_sampling,
+    build_stop_conditions,
+    build_template_options,
+)
 from app.api.openai.structured_outputs import build_named_schema, build_object_schema
 from app.api.responses.input_items import (
     build_input,
@@ -35,9 +39,9 @@ from app.api.schema.responses import (
     ResponseJsonSchema,
     TextOptions,
 )
-from app.core.logprobs import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.core.request_context import add_notice
 from app.core.requests import Conversation, GenerateRequest, JsonSchema, Message, Verbosity
+from app.core.sampling_params import USUAL_LOGPROBS_LIMIT, LogprobsLimit
 from app.http.responses import JsonObject
 
 

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Raw
 
 from app.api.schema.base import NULL, Model, Options, Text, TokenId, describe, reject_fields
-from app.core.logprobs import DEFAULT_MAX_LOGPROBS
-from app.core.sampling_params import INT32_MAX, INT64_MAX, INT64_MIN
+from app.core.sampling_params import DEFAULT_MAX_LOGPROBS, INT32_MAX, INT64_MAX, INT64_MIN
 
 MAX_STOP_STRINGS = 16  # OpenAI allows four, but many local clients send more
 MAX_STOP_TOKEN_IDS = 1024
@@ -226,7 +225,7 @@ ReturnTokenIds = Annotated[
         schema={"default": False},
     ),
 ]
-# app/core/logprobs.py limits the number, which operators may increase
+# app/core/sampling_params.py limits the number, which operators may increase
 LogprobsCount = Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None
 USUAL_LOGPROBS: dict[str, int] = {"minimum": 0, "maximum": DEFAULT_MAX_LOGPROBS}
 PromptLogprobsCount = Annotated[

@@ -5,7 +5,7 @@ Knows: their names, and their values that have no effect. Must not know: the sup
 Clients written for vLLM, llama.cpp, SGLang or text-generation-webui send these fields, usually with
 a value without effect, which is accepted. Any other value is rejected with an error that identifies
 the field, because ignoring it would silently change the output. When a field becomes supported,
-delete its line. Fields that cannot change a response do not belong here: names.py in this folder
+delete its line. Fields that cannot change a response do not belong here: decode.py in this folder
 ignores and reports them.
 """
 

@@ -4,7 +4,7 @@ import pytest
 
 from app.api.anthropic.errors import ERROR_TYPES
 from app.core.errors import AppError, ContextExcess, ErrorKind
-from app.http.errors import ERROR_FORMATS
+from app.http.responses import ERROR_FORMATS
 from tests.api.anthropic.requests import body, events, send
 from tests.api.asgi import Reply, send_request
 from tests.fakes import FakeGenerate, text

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from app.api.openai.chat import ChatChunkEncoder, collect_chat
-from app.api.openai.completions import CompletionChunkEncoder, collect_completion
-from app.api.openai.output import CompletionMetadata
+from app.api.openai.output import (
+    ChatChunkEncoder,
+    CompletionChunkEncoder,
+    CompletionMetadata,
+    collect_chat,
+    collect_completion,
+)
 from app.core.errors import AppError, ErrorKind
 from app.core.events import PromptTokenIds
 from tests.api.streams import choices, chunks

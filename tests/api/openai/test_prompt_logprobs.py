@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from app.core.events import PromptTokenLogprobs, TokenLogprob, TopLogprob
-from app.core.logprobs import LogprobsLimit
 from app.core.requests import GenerateRequest
+from app.core.sampling_params import LogprobsLimit
 from tests.api.asgi import Reply, send_request
 from tests.fakes import CARD, FakeGenerate, Script, finish, text
 from tests.rows import rows

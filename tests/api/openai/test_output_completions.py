@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.openai.completions import CompletionChunkEncoder, collect_completion
-from app.api.openai.output import CompletionMetadata
+from app.api.openai.output import CompletionChunkEncoder, CompletionMetadata, collect_completion
 from app.core.events import Finish, OutputEvent, PromptTokenIds, TextDelta, TokenLogprob, Usage
 from tests.api.streams import choices, chunks
 from tests.fakes import finish, text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.core.logprobs import LogprobsLimit, limit_logprobs
+from app.core.sampling_params import LogprobsLimit, limit_logprobs
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from app.http.body_read_scheduler import BodyReadScheduler, ScheduledFlowControl
+from app.http.connection_limits import BodyReadScheduler, ScheduledFlowControl
 from tests.waiting import wait_until_async
 
 

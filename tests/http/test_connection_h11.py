@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.http.h11_connection import LimitedH11Connection
+from app.http.connection import LimitedH11Connection
 
 Headers = list[tuple[bytes, bytes]]
 

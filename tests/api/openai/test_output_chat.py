@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.openai.chat import ChatChunkEncoder, collect_chat
-from app.api.openai.output import CompletionMetadata
+from app.api.openai.output import ChatChunkEncoder, CompletionMetadata, collect_chat
 from app.core.events import (
     Finish,
     OutputEvent,
