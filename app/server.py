@@ -167,7 +167,7 @@ class _RunningServer:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
         from app.api.app import build_app
-        from app.core.limits import RequestLimits
+        from app.core.request_lifecycle import RequestLimits
         from app.core.thread_pools import ThreadPools
         from app.http.connection_limits import ConnectionLimiter
         from app.http.uvicorn_server import UvicornServer

@@ -29,10 +29,9 @@ from app.api.fields import quote_value
 from app.api.metrics.registry import Metrics
 from app.api.status import FrontendStats, engine_event_routes, health_routes, usage_routes
 from app.core.errors import AppError, ErrorKind
-from app.core.limits import RequestLimits
-from app.core.observers import ObservedGenerate, ObserverFactory
 from app.core.ports import Generate, Models
 from app.core.request_context import RequestContextObserver
+from app.core.request_lifecycle import ObservedGenerate, ObserverFactory, RequestLimits
 from app.core.settings import LiveSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters

@@ -128,7 +128,7 @@ def omit_image(error: AppError) -> str:
 class RequestContextObserver:
     """Records the outcome of a generation or embedding request in its context.
 
-    Implements `app.core.observers.RequestObserver`."""
+    Implements `app.core.request_lifecycle.RequestObserver`."""
 
     def __init__(self, request: GenerateRequest | EmbedRequest) -> None:
         self._context = REQUEST_CONTEXT.get() or RequestContext(id="")

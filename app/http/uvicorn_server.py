@@ -22,7 +22,7 @@ import uvicorn
 from uvicorn import Config
 
 from app.core.errors import AppError, ErrorKind
-from app.core.limits import RequestLimits
+from app.core.request_lifecycle import RequestLimits
 from app.core.settings import Settings
 from app.core.units import pluralize
 from app.core.usage import ConnectionStats

@@ -77,7 +77,7 @@ class OtelTracing:
         }
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> "RequestSpan":
-        """Starts the span of a request. This method is an `app.core.observers.ObserverFactory`."""
+        """Starts the span of a request. This method is an `ObserverFactory`."""
         attributes = {**self._server, **_request_attributes(request)}
         visit = REQUEST_CONTEXT.get()
         carried = {} if visit is None else {"traceparent": visit.traceparent}
@@ -114,7 +114,7 @@ class OtelTracing:
 
 
 class RequestSpan:
-    """The span of one request. Implements `app.core.observers.RequestObserver`."""
+    """The span of one request. Implements `app.core.request_lifecycle.RequestObserver`."""
 
     def __init__(self, spans: OtelTracing, span: Span, model: str) -> None:
         self._spans = spans

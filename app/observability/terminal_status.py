@@ -73,7 +73,7 @@ class TerminalStatus:
         self._has_banner = False
 
     def observe(self, request: GenerateRequest | EmbedRequest) -> "PrefillObserver":
-        """Implements app.core.observers.ObserverFactory."""
+        """Implements app.core.request_lifecycle.ObserverFactory."""
         return PrefillObserver(request.model, self._prefills, self._clock)
 
     @contextlib.asynccontextmanager
@@ -121,7 +121,7 @@ class TerminalStatus:
 
 
 class PrefillObserver:
-    """Records the prefill of one request. Implements app.core.observers.RequestObserver."""
+    """Records the prefill of one request. Implements app.core.request_lifecycle.RequestObserver."""
 
     def __init__(
         self, model: str, prefills: dict[int, _Prefill], clock: Callable[[], float]

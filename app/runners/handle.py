@@ -36,9 +36,8 @@ from app.core.models import MemoryRequirement, ModelPhase, ModelState, ServedMod
 from app.core.ports import ReservedSlots, Runner, RunnerFailure, RunnerStatus, Submission
 from app.core.requests import EmbedJob
 from app.core.units import format_memory
-from app.runners.admission import Admission
+from app.runners.admission import Admission, ModelLeases, copy_error
 from app.runners.eviction import LoadedModel
-from app.runners.lease import ModelLeases, copy_error
 from app.runners.quarantine import CrashQuarantine
 from app.runners.restart_policy import (
     RUNNER_CRASHED,

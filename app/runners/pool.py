@@ -22,9 +22,9 @@ from app.core.model_files import ModelFiles
 from app.core.models import ModelState, ServedModel
 from app.core.ports import Runner
 from app.core.settings import Settings
+from app.runners.admission import ModelLease, build_busy_error, build_stopping_error, copy_error
 from app.runners.eviction import Evict, Load, LoadRequest, PoolLimits, RejectLoad, SkipPreload, plan
 from app.runners.handle import ModelHandle
-from app.runners.lease import ModelLease, build_busy_error, build_stopping_error, copy_error
 from app.runners.preflight import EstimateMemory, Preflight
 from app.runners.restart_policy import RestartPolicy
 

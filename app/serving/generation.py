@@ -43,8 +43,8 @@ from app.core.jobs import (
     Token,
 )
 from app.core.model_files import ModelFiles
-from app.core.observers import count_choices
 from app.core.ports import Engine, ReservedSlots, Submission
+from app.core.request_lifecycle import count_choices
 from app.core.requests import Embeddings, EmbedRequest, GenerateRequest, estimate_size
 from app.core.settings import Settings
 from app.core.thread_pools import ThreadPools

@@ -20,7 +20,6 @@ from app.core.errors import AppError, ErrorKind, redact_paths
 from app.core.events import Event
 from app.core.images import Image, RemoteImage
 from app.core.jobs import EngineStats, Ledger, PrefixSnapshot
-from app.core.limits import RequestLimits
 from app.core.model_files import (
     GenerationDefaults,
     ModelDefaults,
@@ -29,6 +28,7 @@ from app.core.model_files import (
 )
 from app.core.models import ModelDetails, ModelPhase, ModelState, ServedModel, TensorDetails
 from app.core.ports import ModelCard, ModelLibrary, ResolvedModel, RunnerState, RunnerStatus
+from app.core.request_lifecycle import RequestLimits
 from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 from app.core.sampling_params import limit_logprobs
 from app.core.settings import (

@@ -19,7 +19,7 @@ from app.api.app import build_app
 from app.commands.servers import get_json
 from app.config.toml_edit import ConfigFile
 from app.core.jobs import StepOutput
-from app.core.limits import RequestLimits
+from app.core.request_lifecycle import RequestLimits
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.loop import Loop

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, PrefillProgress, TextDelta, Timings, Usage
-from app.core.limits import RequestLimits
-from app.core.observers import ObservedGenerate
+from app.core.request_lifecycle import ObservedGenerate, RequestLimits
 from app.core.requests import GenerateRequest
 from app.core.settings import Settings
 from app.core.usage import UsageCounters, UsageLimits

@@ -20,8 +20,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, ModelLoading, Timings
-from app.core.observers import ObservedGenerate
 from app.core.request_context import REQUEST_CONTEXT, RequestContext
+from app.core.request_lifecycle import ObservedGenerate
 from app.core.requests import (
     Conversation,
     EmbedInput,
@@ -296,7 +296,7 @@ PROGRAM = """
 import asyncio, sys
 import app.observability.otel_tracing
 from app.core.settings import Settings
-from app.core.observers import ObservedGenerate
+from app.core.request_lifecycle import ObservedGenerate
 from app.observability.tracing import create_tracing
 from tests.fakes import FakeGenerate, FakeModel, finish
 from tests.observability.test_tracing import CHAT, drain

@@ -14,7 +14,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.events import ModelLoading
 from app.core.jobs import Ended, EngineStats, Started
 from app.core.models import ServedModel
-from app.runners import lease as lease_module
+from app.runners import admission
 from app.runners import pool as pool_module
 from app.runners.pool import ModelPool
 from app.runners.restart_policy import RUNNER_CRASHED, RestartPolicy
@@ -535,7 +535,7 @@ def test_a_load_continues_for_a_client_with_retry_after():
 
 
 def test_a_client_that_does_not_retry_loses_its_place(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lease_module, "_RETRY_GRACE", -0.9)
+    monkeypatch.setattr(admission, "_RETRY_GRACE", -0.9)
 
     async def body() -> None:
         script = RunnerScript(requirements={name: make_requirement(8) for name in "abc"})

@@ -9,9 +9,9 @@ from starlette.applications import Starlette
 
 from app import store
 from app.api.app import build_app
-from app.core.limits import RequestLimits
 from app.core.model_files import ModelFiles
 from app.core.ports import Runner
+from app.core.request_lifecycle import RequestLimits
 from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.model_info import complete_config

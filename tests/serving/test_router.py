@@ -16,10 +16,10 @@ from app import store
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event, Finish, ModelLoading, PromptTokenIds, TextDelta
 from app.core.jobs import EngineStats, Ledger
-from app.core.limits import RequestLimits
 from app.core.model_files import ModelFiles
 from app.core.models import MemoryRequirement, ModelState
 from app.core.ports import Runner
+from app.core.request_lifecycle import RequestLimits
 from app.core.requests import (
     Conversation,
     Embeddings,

@@ -27,8 +27,8 @@ from app.api.metrics.llamacpp import LlamaCppMetrics
 from app.api.metrics.request_metrics import RequestMetrics
 from app.api.status import FrontendStats
 from app.core.distributions import get_own_version
-from app.core.observers import ObserverFactory
 from app.core.ports import Models
+from app.core.request_lifecycle import ObserverFactory
 from app.core.usage import LAG_BUCKETS, ConnectionStats, UsageCounters
 
 

@@ -33,7 +33,7 @@ from app.core.events import (
     PromptTokenLogprobs,
     Usage,
 )
-from app.core.observers import count_choices
+from app.core.request_lifecycle import count_choices
 from app.core.requests import Embeddings, EmbedRequest, GenerateRequest
 
 # labels of every per-model family. engine: vLLM's replica number; there is only one here
@@ -329,7 +329,7 @@ class RequestMetrics:
 
 
 class GenerateObserver:
-    """Records the timings of one generate request (`app.core.observers.RequestObserver`)."""
+    """Records the timings of one generate request. Implements `RequestObserver`."""
 
     def __init__(self, model: ModelMetrics, request: GenerateRequest) -> None:
         self._model = model

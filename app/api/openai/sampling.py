@@ -21,9 +21,13 @@ from msgspec import Raw
 
 from app.api.fields import as_number, invalid_request, quote_value
 from app.api.schema.decode import decode_json, decode_object
-from app.api.schema.generation import GenerationFields, SamplingFields
+from app.api.schema.generation import (
+    THINKING_BUDGET_FIELDS,
+    GenerationFields,
+    SamplingFields,
+    ThinkingOptions,
+)
 from app.api.schema.openai import RESERVED_TEMPLATE_OPTIONS, ChatBody
-from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ThinkingOptions
 from app.api.schema.responses import ResponseBody
 from app.core.errors import mark_client_text
 from app.core.requests import (

@@ -1,7 +1,8 @@
-"""Request fields of every endpoint that generates text: sampling, stop conditions, formats.
+"""Request fields of every endpoint that generates text: sampling, reasoning, stop conditions,
+formats.
 
-Knows: these fields, including mlxrunner's extensions and the names of other servers. Must not know:
-prompts, how the values are used.
+Knows: these fields, including mlxrunner's extensions and the names of OpenAI and other servers.
+Must not know: prompts, how the values are combined and used, which options a model supports.
 """
 
 from typing import Annotated, Literal
@@ -10,6 +11,38 @@ from msgspec import Meta, Raw
 
 from app.api.schema.base import NULL, Model, Options, Text, TokenId, describe, reject_fields
 from app.core.sampling_params import DEFAULT_MAX_LOGPROBS, INT32_MAX, INT64_MAX, INT64_MIN
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+# The names used by this server and Qwen, by vLLM, and by newer and older versions of llama.cpp.
+THINKING_BUDGET_FIELDS = (
+    "thinking_budget",
+    "thinking_token_budget",
+    "thinking_budget_tokens",
+    "reasoning_budget_tokens",
+)
+
+# OpenAI's kinds of summaries. None of them has an effect.
+Summary = Literal["auto", "concise", "detailed"]
+
+_Budget = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+
+EnableThinking = Annotated[
+    bool | None,
+    describe(
+        "Whether the model reasons before the content, if the template supports both.",
+        component="EnableThinking",
+    ),
+]
+ThinkingBudget = Annotated[
+    Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None,
+    describe(
+        "The maximum number of reasoning tokens; then the server ends the reasoning, and the model "
+        "continues with the content. -1 means no limit. The field has four aliases: mlxrunner's, "
+        "vLLM's, and llama.cpp's older and newer names. A request can set only one of them.",
+        component="ThinkingBudget",
+    ),
+]
 
 MAX_STOP_STRINGS = 16  # OpenAI allows four, but many local clients send more
 MAX_STOP_TOKEN_IDS = 1024
@@ -183,6 +216,32 @@ Stream = Annotated[
         schema={"default": False},
     ),
 ]
+
+
+class ThinkingOptions(Options, kw_only=True, frozen=True):
+    """The format of Anthropic and of several servers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: _Budget | None = None
+
+
+Thinking = Annotated[
+    bool | ThinkingOptions | None,
+    describe(
+        "The same as `enable_thinking`, with an optional thinking budget.", component="Thinking"
+    ),
+]
+
+
+class OpenRouterReasoning(Options, kw_only=True, frozen=True):
+    """OpenRouter's format for `reasoning_effort`, `enable_thinking` and `thinking_budget`."""
+
+    unsupported = reject_fields(exclude=(False,))
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
+    max_tokens: _Budget | None = None
+    summary: Summary | None = None
 
 
 class StreamOptions(Options, kw_only=True, frozen=True):

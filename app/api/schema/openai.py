@@ -29,23 +29,21 @@ from app.api.schema.formats import (
 from app.api.schema.generation import (
     USUAL_LOGPROBS,
     Choices,
+    EnableThinking,
     GenerationFields,
     LogprobsCount,
     NumKeep,
+    OpenRouterReasoning,
     PromptLogprobsCount,
+    ReasoningEffort,
     ReturnProgress,
     ReturnTokenIds,
     StreamOptionsField,
+    Thinking,
+    ThinkingBudget,
     Verbosity,
 )
 from app.api.schema.messages import Messages
-from app.api.schema.reasoning import (
-    EnableThinking,
-    OpenRouterReasoning,
-    ReasoningEffort,
-    Thinking,
-    ThinkingBudget,
-)
 from app.api.schema.tools import ToolChoice, Tools
 from app.api.schema.unsupported_fields import list_unsupported_fields
 from app.core.sampling_params import INT64_MAX

@@ -26,19 +26,17 @@ from app.api.schema.base import (
 from app.api.schema.decode import BodyDecoder
 from app.api.schema.generation import (
     USUAL_LOGPROBS,
+    EnableThinking,
     GenerationFields,
     LogprobsCount,
-    Verbosity,
-)
-from app.api.schema.messages import ImageDetail
-from app.api.schema.openai import Metadata, ServiceTier, TemplateOptions
-from app.api.schema.reasoning import (
-    EnableThinking,
     ReasoningEffort,
     Summary,
     Thinking,
     ThinkingBudget,
+    Verbosity,
 )
+from app.api.schema.messages import ImageDetail
+from app.api.schema.openai import Metadata, ServiceTier, TemplateOptions
 from app.api.schema.tools import FunctionName
 from app.api.schema.unsupported_fields import list_unsupported_fields
 from app.core.sampling_params import INT64_MAX

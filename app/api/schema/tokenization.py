@@ -7,15 +7,15 @@ from typing import Annotated, Any, ClassVar
 
 from app.api.schema.base import NULL, Model, Options, TokenId, describe, reject_fields
 from app.api.schema.decode import BodyDecoder
-from app.api.schema.messages import Message, Messages
-from app.api.schema.openai import ChatBody, TemplateOptions
-from app.api.schema.reasoning import (
+from app.api.schema.generation import (
     EnableThinking,
     OpenRouterReasoning,
     ReasoningEffort,
     Thinking,
     ThinkingBudget,
 )
+from app.api.schema.messages import Message, Messages
+from app.api.schema.openai import ChatBody, TemplateOptions
 from app.api.schema.tools import ToolChoice, Tools
 
 

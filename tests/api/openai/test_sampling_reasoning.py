@@ -6,8 +6,8 @@ from typing import Any, get_args
 import pytest
 
 from app.api.openai.sampling import build_response_thinking, build_template_options, build_thinking
+from app.api.schema.generation import THINKING_BUDGET_FIELDS, ReasoningEffort
 from app.api.schema.openai import CHAT
-from app.api.schema.reasoning import THINKING_BUDGET_FIELDS, ReasoningEffort
 from app.api.schema.responses import ResponseBody
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import ReasoningOptions

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from app.core.errors import AppError, ErrorKind
 from app.core.events import Event
-from app.core.limits import RequestLimits
-from app.core.observers import ObservedGenerate
 from app.core.ports import ResolvedModel
+from app.core.request_lifecycle import ObservedGenerate, RequestLimits
 from app.core.requests import EmbedInput, EmbedRequest, GenerateRequest, PromptBatch
 from app.core.settings import Settings
 from app.core.usage import UsageCounters, UsageLimits

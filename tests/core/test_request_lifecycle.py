@@ -17,7 +17,7 @@ from app.core.events import (
     ReasoningDelta,
     ToolCallDelta,
 )
-from app.core.observers import ObservedGenerate, count_choices
+from app.core.request_lifecycle import ObservedGenerate, count_choices
 from app.core.requests import Embeddings, EmbedInput, EmbedRequest, GenerateRequest, PromptBatch
 from tests.fakes import CARD, FOREVER, FakeGenerate, FakeModel, Script, finish, text
 
