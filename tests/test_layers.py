@@ -59,7 +59,13 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.runners.tokenizer_check_main": frozenset({"app.core", "app.runners", "app.text"}),
     # one engine on several ranks
     "app.runners.ranks": frozenset(
-        {"app.core", "app.engine", "app.grammar", "app.runners.channel"}
+        {
+            "app.core",
+            "app.engine",
+            "app.grammar",
+            "app.runners.channel",
+            "app.runners.worker_protocol",
+        }
     ),
     # images of requests: headers, geometry, the process that decodes them
     "app.images": frozenset({"app.core"}),

@@ -41,21 +41,17 @@ from app.engine.wired_memory import unwire_memory
 from app.grammar.compiler import GrammarCompiler, Matcher
 from app.runners.ranks.launch import Launch
 from app.runners.ranks.protocol import (
-    Cancel,
     Command,
     Compile,
     Compiled,
-    Embed,
     Hello,
     HelloReply,
     LeaderMessage,
-    ProvideImages,
     RankConnection,
     RankFailed,
     RunStep,
     StepChecksum,
     Stop,
-    Submit,
 )
 from app.runners.ranks.rendezvous import (
     RENDEZVOUS_BYTES,
@@ -63,6 +59,7 @@ from app.runners.ranks.rendezvous import (
     collect_traits,
     join_rank_group,
 )
+from app.runners.worker_protocol import Cancel, Embed, ProvideImages, Submit
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,8 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 from msgspec.msgpack import Decoder
 
-from app.core.images import ImagePixels
 from app.core.jobs import (
     Ended,
-    Job,
     JobUpdate,
     PixelsNeeded,
     Prefilled,
@@ -30,8 +28,9 @@ from app.core.jobs import (
     StepOutput,
     Token,
 )
-from app.core.requests import EmbedJob, Grammar
+from app.core.requests import Grammar
 from app.runners.channel import encode_frame, make_decoder, read_frame
+from app.runners.worker_protocol import Cancel, Embed, ProvideImages, Submit
 
 
 class StepChecksum:
@@ -76,26 +75,7 @@ _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 
 _DARWIN_DROP_TIME = 0x80
 
 
-class Submit(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    job: Job
-
-
-class Embed(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    job: EmbedJob
-
-
-class ProvideImages(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Each rank runs the whole vision tower."""
-
-    job: str
-    images: tuple[ImagePixels, ...]
-
-
-class Cancel(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    job: str
-    keep: int | None
-
-
+# The commands of the server. Each rank runs the whole vision tower.
 Command = Submit | Embed | ProvideImages | Cancel
 
 

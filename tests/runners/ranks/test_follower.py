@@ -19,7 +19,6 @@ from app.core.settings import Settings
 from app.runners.ranks import follower
 from app.runners.ranks.follower import run_follower
 from app.runners.ranks.protocol import (
-    Cancel,
     Compile,
     Compiled,
     FollowerMessage,
@@ -29,9 +28,9 @@ from app.runners.ranks.protocol import (
     RankFailed,
     RunStep,
     Stop,
-    Submit,
 )
 from app.runners.ranks.rendezvous import RendezvousInfo
+from app.runners.worker_protocol import Cancel, Submit
 from tests import tiny
 from tests.engine.harness import job
 from tests.runners.ranks.gathered import PATIENCE, SETTINGS, FakeGroup, files, launch

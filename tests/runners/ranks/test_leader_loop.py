@@ -9,7 +9,12 @@ from app.core.errors import AppError
 from app.core.jobs import Ended, GetPrefixSnapshot, Token
 from app.core.requests import EmbedJob
 from app.runners.ranks.leader import LeaderLoop
-from app.runners.ranks.protocol import Cancel, Embed, LeaderMessage, RunStep, StepChecksum, Submit
+from app.runners.ranks.protocol import (
+    LeaderMessage,
+    RunStep,
+    StepChecksum,
+)
+from app.runners.worker_protocol import Cancel, Embed, Submit
 from tests.engine.harness import job, make_loop, tiny_model
 
 
