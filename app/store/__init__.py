@@ -18,7 +18,7 @@ models that were not found.
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -356,7 +356,9 @@ def is_builtin(files: ModelFiles) -> bool:
 
 
 def _read_builtin() -> ModelFiles:
-    return hf_folder.read(_builtin_folder(), name=BUILTIN)
+    files = hf_folder.read(_builtin_folder(), name=BUILTIN)
+    # its config has everything that other models get from their architectures
+    return replace(files, max_positions=int(files.config["max_position_embeddings"]))
 
 
 def _builtin_folder() -> Path:

@@ -28,6 +28,12 @@ def test_a_complete_config_is_not_changed(files: ModelFiles) -> None:
     assert complete_config(files) == replace(files, max_positions=files.context_length)
 
 
+def test_the_builtin_model_has_what_its_architecture_would_add() -> None:
+    builtin = store.find(None)
+    assert complete_config(replace(builtin, max_positions=None)) == builtin
+    assert complete_config(builtin) is builtin
+
+
 def test_a_roberta_has_fewer_positions_than_rows(files: ModelFiles) -> None:
     """The number of rows stays in the config, so that the model can be built from it. Otherwise,
     no model of this architecture could be served."""

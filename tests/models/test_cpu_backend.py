@@ -217,7 +217,9 @@ def test_a_preloaded_library_is_reported(tmp_path: Path, shim: Path) -> None:
     assert result == {"blas": "OpenBLAS 9.9 (Fake)", "path": None, "why": None}
 
 
-@pytest.mark.parametrize("first", ["models.architectures", "app.engine.device", "app.server"])
+@pytest.mark.parametrize(
+    "first", ["models.architectures", "app.engine.device", "app.runners.worker"]
+)
 def test_the_blas_is_selected_before_mlx_is_imported(first: str) -> None:
     program = f"""
 import sys, {first}
