@@ -96,7 +96,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
         return None, False, cpu_backend.read_not_built_reason(Path(__file__).parent)
     except ImportError as error:  # built for another Python or another MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
-    # importlib.metadata would take a twentieth of the imports; the attribute is missing in the stubs
+    # importing importlib.metadata takes as long as mlx.core; the stubs lack the attribute
     ours, theirs = found.built_for, mx.__version__  # pyright: ignore[reportAttributeAccessIssue]
     if ours != theirs:
         return (
