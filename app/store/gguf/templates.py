@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app.store.gguf.errors import to_app_error
-from app.store.gguf.tokenizer import read_vocabulary
+from app.store.gguf.tokenizer import Vocabulary, read_vocabulary
 from models.gguf.ollama_variant import read_model
 from models.gguf.reader import GGUFError
 
@@ -38,6 +38,14 @@ _GEMMA = (
     "{{ ns.system }}{{ join(message.content) | trim }}<end_of_turn>\n{% set ns.system = '' %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+# the format of Mistral Small 3 and Ministral 3, whose vocabulary is byte-level (mistral-common's V7
+# with Tekken); the spaces in that of SentencePiece's vocabularies differ
+_MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
+    "[SYSTEM_PROMPT]{{ join(message.content) }}[/SYSTEM_PROMPT]{% elif message.role == 'user' %}"
+    "[INST]{{ join(message.content) }}[/INST]{% else %}{{ join(message.content) }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
 _PHI3 = (
     "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -54,11 +62,13 @@ _TEMPLATES: Mapping[tuple[str, ...], str] = {
     ("<start_of_turn>", "<end_of_turn>"): _GEMMA,
     ("<|user|>", "<|assistant|>", "<|end|>"): _PHI3,
 }
+_MISTRAL_MARKERS = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
 
 # token of an image -> the text that marks an image
 _MARKS: Mapping[str, str] = {
     "<start_of_image>": "<start_of_image>",
     "<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>",
+    "[IMG]": "[IMG]",
 }
 
 
@@ -66,9 +76,15 @@ def find_template(path: Path) -> str:
     """Returns the template of the family of a GGUF file, or one that rejects every conversation
     with a message. Raises AppError(MODEL_FILES)."""
     try:
-        tokens = frozenset(read_vocabulary(read_model(path)).tokens)
+        vocabulary = read_vocabulary(read_model(path))
     except GGUFError as error:
         raise to_app_error(error) from error
-    found = (template for markers, template in _TEMPLATES.items() if tokens.issuperset(markers))
+    tokens = frozenset(vocabulary.tokens)
+    known = {**_TEMPLATES, _MISTRAL_MARKERS: _MISTRAL} if _is_byte_level(vocabulary) else _TEMPLATES
+    found = (template for markers, template in known.items() if tokens.issuperset(markers))
     mark = next((mark for token, mark in _MARKS.items() if token in tokens), "")
     return _PARTS.replace(_MARK, mark) + next(found, _REFUSAL)
+
+
+def _is_byte_level(vocabulary: Vocabulary) -> bool:
+    return vocabulary.kind == "gpt2"

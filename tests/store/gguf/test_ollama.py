@@ -87,6 +87,10 @@ def test_its_tensors_are_listed_with_their_types(ollama: OllamaStore, tmp_path: 
             ("<start_of_turn>", "<end_of_turn>"),
             "<s><start_of_turn>user\nBe kind.\n\nHi<end_of_turn>\n<start_of_turn>model\n",
         ),
+        (
+            ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+            "<s>[SYSTEM_PROMPT]Be kind.[/SYSTEM_PROMPT][INST]Hi[/INST]",
+        ),
     ],
 )
 def test_without_a_template_that_of_the_family_is_used(
@@ -97,6 +101,21 @@ def test_without_a_template_that_of_the_family_is_used(
     ollama.write("old", [ollama.layer("model", content), go_template])
     messages = [Message(role="system", content="Be kind."), Message(role="user", content="Hi")]
     assert ChatTemplate(store.find("old")).render(messages).endswith(rendered)
+
+
+def test_an_answer_of_mistrals_format_ends_with_the_end_token(
+    ollama: OllamaStore, tmp_path: Path
+) -> None:
+    """As in the published template of Mistral Small 3.1."""
+    markers = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
+    content = write_tiny(tmp_path / "m.gguf", template=None, markers=markers).read_bytes()
+    go_template = ollama.layer("template", GO_TEMPLATE.encode())
+    ollama.write("old", [ollama.layer("model", content), go_template])
+    turns = [("user", "Hi"), ("assistant", "Yes?"), ("user", "Go")]
+    chat = ChatTemplate(store.find("old"))
+    rendered = chat.render([Message(role=role, content=text) for role, text in turns])
+    end = tiny.tokenizer().id_to_token(tiny.END)
+    assert rendered == f"<s>[INST]Hi[/INST]Yes?{end}[INST]Go[/INST]"
 
 
 def test_a_chat_without_a_known_template_is_rejected(ollama: OllamaStore, tmp_path: Path) -> None:
