@@ -1,9 +1,12 @@
-"""The contract of all runners. A test module binds `runner` to one and imports these tests."""
+"""The contract of all runners. A test module binds `runner` to one and imports these tests.
+
+Most of them share a runner, because a process takes a second to start.
+"""
 
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,20 +40,56 @@ from tests.waiting import wait_until_async
 PATIENCE = 60.0
 
 MakeRunner = Callable[[], Runner]
+Body = Callable[[Runner], Awaitable[None]]
+UseRunner = Callable[[Body], None]
 
 
-def with_runner(make: MakeRunner, folder: Path, body: Callable[[Runner], Awaitable[None]]) -> None:
+async def start(make: MakeRunner, folder: Path) -> Runner:
+    runner = make()
+    await runner.start(complete_config(store.resolve(str(folder))))
+    return runner
+
+
+def with_runner(make: MakeRunner, folder: Path, body: Body) -> None:
     """Start a runner, use it, stop it."""
 
     async def run() -> None:
-        runner = make()
-        await runner.start(complete_config(store.resolve(str(folder))))
+        runner = await start(make, folder)
         try:
             await asyncio.wait_for(body(runner), PATIENCE)
         finally:
             await runner.stop()
 
     asyncio.run(run())
+
+
+def share_runner(make: MakeRunner, folder: Path) -> Iterator[UseRunner]:
+    """A function that runs the body of a test with a runner that other tests have used."""
+    with asyncio.Runner() as loop:
+        running = loop.run(start(make, folder))
+
+        async def use(body: Body) -> None:
+            async with asyncio.timeout(PATIENCE):
+                await body(running)
+
+        yield lambda body: loop.run(use(body))
+        loop.run(running.stop())
+
+
+@pytest.fixture(scope="module")
+def use_tiny(runner: MakeRunner, tiny_model: Path) -> Iterator[UseRunner]:
+    yield from share_runner(runner, tiny_model)
+
+
+@pytest.fixture(scope="module")
+def use_long(runner: MakeRunner, long_model: Path) -> Iterator[UseRunner]:
+    yield from share_runner(runner, long_model)
+
+
+@pytest.fixture(scope="module")
+def use_vision(runner: MakeRunner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UseRunner]:
+    folder = tiny_vision.write(tmp_path_factory.mktemp("vision") / "vision")
+    yield from share_runner(runner, folder)
 
 
 def endless(name: str, prompt: bytes = b"hello") -> Job:
@@ -72,17 +111,17 @@ def count_cached(updates: list[JobUpdate]) -> int:
     return updates[0].cached_tokens
 
 
-def test_a_job_starts_yields_tokens_and_ends(runner: MakeRunner, tiny_model: Path) -> None:
+def test_a_job_starts_yields_tokens_and_ends(use_tiny: UseRunner) -> None:
     async def body(running: Runner) -> None:
         updates = await answer(running, "a", b"hello")
         assert isinstance(updates[0], Started)
         assert isinstance(updates[-1], Ended)
         assert ids(updates)
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
-def test_concurrent_jobs_get_their_own_tokens(runner: MakeRunner, tiny_model: Path) -> None:
+def test_concurrent_jobs_get_their_own_tokens(use_tiny: UseRunner) -> None:
     prompts = [b"one", b"two", b"three", b"four"]
 
     async def body(running: Runner) -> None:
@@ -90,12 +129,10 @@ def test_concurrent_jobs_get_their_own_tokens(runner: MakeRunner, tiny_model: Pa
         for prompt, updates in zip(prompts, together, strict=True):
             assert ids(updates) == ids(await answer(running, "again", prompt))
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
-def test_leaving_early_frees_the_engine_and_keeps_the_cache(
-    runner: MakeRunner, long_model: Path
-) -> None:
+def test_leaving_early_frees_the_engine_and_keeps_the_cache(use_long: UseRunner) -> None:
     async def body(running: Runner) -> None:
         async with running.submit(endless("a", b"hello world")) as submission:
             async for update in flatten(submission):
@@ -104,7 +141,7 @@ def test_leaving_early_frees_the_engine_and_keeps_the_cache(
         assert count_cached(await answer(running, "b", b"hello world")) == len(b"hello world") - 1
         assert running.status().stats.running == 0
 
-    with_runner(runner, long_model, body)
+    use_long(body)
 
 
 def test_a_snapshot_shows_the_cached_prefixes(runner: MakeRunner, tiny_model: Path) -> None:
@@ -119,7 +156,7 @@ def test_a_snapshot_shows_the_cached_prefixes(runner: MakeRunner, tiny_model: Pa
     with_runner(runner, tiny_model, body)
 
 
-def test_spare_memory_is_added_to_the_budget(runner: MakeRunner, tiny_model: Path) -> None:
+def test_spare_memory_is_added_to_the_budget(use_tiny: UseRunner) -> None:
     async def body(running: Runner) -> None:
         await answer(running, "a", b"hello")
         before = running.status().stats.ledger
@@ -129,28 +166,28 @@ def test_spare_memory_is_added_to_the_budget(runner: MakeRunner, tiny_model: Pat
         assert await running.call(SetSpareMemory(num_bytes=0)) == 0
         await wait_until_async(lambda: running.status().stats.ledger.budget == before.budget)
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
-def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(
-    runner: MakeRunner, long_model: Path
-) -> None:
+def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(use_long: UseRunner) -> None:
+    own = b"a prompt of no other test"
+
     async def body(running: Runner) -> None:
         sampled: list[int] = []
-        async with running.submit(endless("a", b"hello world")) as submission:
+        async with running.submit(endless("a", own)) as submission:
             async for update in flatten(submission):
                 if isinstance(update, Token):
                     sampled.append(update.id)
                 if len(sampled) == 8:
                     submission.limit_cached_tokens(2)
                     break
-        prompt = bytes([*b"hello world", *(i % 256 for i in sampled)])
-        assert count_cached(await answer(running, "b", prompt)) <= len(b"hello world") + 2
+        prompt = bytes([*own, *(i % 256 for i in sampled)])
+        assert count_cached(await answer(running, "b", prompt)) <= len(own) + 2
 
-    with_runner(runner, long_model, body)
+    use_long(body)
 
 
-def test_a_grammar_is_followed(runner: MakeRunner, tiny_model: Path) -> None:
+def test_a_grammar_is_followed(use_tiny: UseRunner) -> None:
     schema = JsonSchema(text='{"type": "array", "items": {"type": "boolean"}, "maxItems": 4}')
 
     async def body(running: Runner) -> None:
@@ -162,12 +199,10 @@ def test_a_grammar_is_followed(runner: MakeRunner, tiny_model: Path) -> None:
             assert len(value) <= 4
             assert all(isinstance(item, bool) for item in value)
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
-def test_an_unsatisfiable_grammar_is_rejected_and_takes_no_slot(
-    runner: MakeRunner, tiny_model: Path
-) -> None:
+def test_an_unsatisfiable_grammar_is_rejected_and_takes_no_slot(use_tiny: UseRunner) -> None:
     schema = JsonSchema(text='{"type": "integer", "minimum": 2, "maximum": 1}')
 
     async def body(running: Runner) -> None:
@@ -177,7 +212,7 @@ def test_an_unsatisfiable_grammar_is_rejected_and_takes_no_slot(
             assert caught.value.kind is ErrorKind.INVALID
         assert ids(await answer(running, "b", b"hello"))
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
 def test_status_has_the_latest_stats_of_the_engine(runner: MakeRunner, tiny_model: Path) -> None:
@@ -239,7 +274,7 @@ def test_a_ready_runner_reports_its_ledger(runner: MakeRunner, tiny_model: Path)
     with_runner(runner, tiny_model, body)
 
 
-def test_a_ready_runner_reports_its_compute_backend(runner: MakeRunner, tiny_model: Path) -> None:
+def test_a_ready_runner_reports_its_compute_backend(use_tiny: UseRunner) -> None:
     async def body(running: Runner) -> None:
         capacity = running.status().capacity
         assert capacity is not None
@@ -247,12 +282,12 @@ def test_a_ready_runner_reports_its_compute_backend(runner: MakeRunner, tiny_mod
         assert capacity.backend.device == "cpu"
         assert capacity.backend.threads == get_num_threads(os.environ)
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
 @pytest.mark.parametrize(("top", "scores"), [(20, 5), (tiny.VOCAB, tiny.VOCAB)])
 def test_all_numbers_equal_those_of_a_thread_runner(
-    runner: MakeRunner, tiny_model: Path, top: int, scores: int
+    use_tiny: UseRunner, tiny_model: Path, top: int, scores: int
 ) -> None:
     """Bitwise: top logprobs, logprobs of a prompt of many chunks, and vectors. Also for all tokens
     of the vocabulary."""
@@ -275,7 +310,7 @@ def test_all_numbers_equal_those_of_a_thread_runner(
     async def body(running: Runner) -> None:
         found.append(await collect(running))
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
     with_runner(lambda: ThreadRunner(Settings(prefill_chunk=8)), tiny_model, body)
     actual, expected = found
     assert len(actual[1]) == 3
@@ -286,7 +321,7 @@ def test_all_numbers_equal_those_of_a_thread_runner(
             assert len(entry[2]) == top
 
 
-def test_a_cancelled_embedding_frees_the_engine(runner: MakeRunner, long_model: Path) -> None:
+def test_a_cancelled_embedding_frees_the_engine(use_long: UseRunner) -> None:
     # at eight tokens a step, so much that it cannot be over before it is cancelled
     many = (tuple(range(200)) * 20,) * 500
 
@@ -301,12 +336,10 @@ def test_a_cancelled_embedding_frees_the_engine(runner: MakeRunner, long_model: 
         assert ids(await answer(running, "b", b"hello"))
         assert running.status().stats.embedding_jobs == 0
 
-    with_runner(runner, long_model, body)
+    use_long(body)
 
 
-def test_a_job_cancelled_during_grammar_compilation_never_runs(
-    runner: MakeRunner, tiny_model: Path
-) -> None:
+def test_a_job_cancelled_during_grammar_compilation_never_runs(use_tiny: UseRunner) -> None:
     schema = JsonSchema(text='{"type": "array", "items": {"type": "string"}}')
 
     async def body(running: Runner) -> None:
@@ -318,7 +351,7 @@ def test_a_job_cancelled_during_grammar_compilation_never_runs(
         assert running.status().stats.running == 0
         assert running.status().stats.waiting == 0
 
-    with_runner(runner, tiny_model, body)
+    use_tiny(body)
 
 
 def test_stop_ends_jobs_with_errors_and_is_idempotent(runner: MakeRunner, long_model: Path) -> None:
@@ -355,7 +388,7 @@ def test_stopping_a_load_raises_from_start(runner: MakeRunner, tiny_model: Path)
     asyncio.run(run())
 
 
-def test_pixels_are_provided_on_request(runner: MakeRunner, tmp_path: Path) -> None:
+def test_pixels_are_provided_on_request(use_vision: UseRunner) -> None:
     """The second time, they are not needed."""
     side = tiny_vision.SIDE
     cat, dog = picture(1, side=side), picture(2, side=side)
@@ -378,19 +411,19 @@ def test_pixels_are_provided_on_request(runner: MakeRunner, tmp_path: Path) -> N
         capacity = running.status().capacity
         assert capacity is not None
         assert capacity.vision
+        before = running.status().stats.images_encoded
         tokens, requests = await describe(running, cat)
         assert requests == 1
         assert await describe(running, cat) == (tokens, 0)
         others, requests = await describe(running, dog)
         assert requests == 1
         assert others != tokens
-        stats = running.status().stats
-        assert stats.images_encoded == 2
+        assert running.status().stats.images_encoded == before + 2
 
-    with_runner(runner, tiny_vision.write(tmp_path / "vision"), body)
+    use_vision(body)
 
 
-def test_a_job_that_waits_for_pixels_can_be_cancelled(runner: MakeRunner, tmp_path: Path) -> None:
+def test_a_job_that_waits_for_pixels_can_be_cancelled(use_vision: UseRunner) -> None:
     side = tiny_vision.SIDE
 
     async def body(running: Runner) -> None:
@@ -403,4 +436,4 @@ def test_a_job_that_waits_for_pixels_can_be_cancelled(runner: MakeRunner, tmp_pa
         assert ids(await answer(running, "b", b"hello", top_logprobs=None))
         await wait_until_async(lambda: running.status().stats.ledger.kv == 0)
 
-    with_runner(runner, tiny_vision.write(tmp_path / "vision"), body)
+    use_vision(body)

@@ -26,16 +26,16 @@ from tests.runners.spawning import (
     start_runner,
 )
 
-UseRunner = Callable[[Callable[[ProcessRunner], Awaitable[None]]], None]
+UseProcess = Callable[[Callable[[ProcessRunner], Awaitable[None]]], None]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runner() -> MakeRunner:
     return lambda: ProcessRunner(Settings(prefill_chunk=8, debug=True))
 
 
 @pytest.fixture(scope="module")
-def use_runner(tiny_model: Path) -> Iterator[UseRunner]:
+def use_runner(tiny_model: Path) -> Iterator[UseProcess]:
     """A function that runs a test body with a shared runner, which must still work afterwards."""
     with asyncio.Runner() as loop:
         running = ProcessRunner(Settings())
@@ -51,7 +51,7 @@ def use_runner(tiny_model: Path) -> Iterator[UseRunner]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the sockets of a process")
-def test_a_process_listens_on_no_port(use_runner: UseRunner) -> None:
+def test_a_process_listens_on_no_port(use_runner: UseProcess) -> None:
     async def body(running: ProcessRunner) -> None:
         inodes = socket_inodes(pid(running))
         assert inodes
@@ -78,7 +78,7 @@ def inodes_of_ports(process: int) -> set[str]:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_of_a_service_manager_ends_no_stream(
-    use_runner: UseRunner, sent: signal.Signals
+    use_runner: UseProcess, sent: signal.Signals
 ) -> None:
     async def body(running: ProcessRunner) -> None:
         task = asyncio.create_task(answer(running, "meanwhile", b"hello", max_tokens=200))
@@ -88,7 +88,7 @@ def test_a_stop_signal_of_a_service_manager_ends_no_stream(
     use_runner(body)
 
 
-def test_requests_need_no_free_file_descriptor(use_runner: UseRunner) -> None:
+def test_requests_need_no_free_file_descriptor(use_runner: UseProcess) -> None:
     """They failed with 503 after two seconds."""
     grammar = ChoiceGrammar(options=("a",))
     inputs = EmbedJob(id="vectors", inputs=((1, 2),), pooling="mean")
@@ -107,7 +107,7 @@ def test_requests_need_no_free_file_descriptor(use_runner: UseRunner) -> None:
     use_runner(body)
 
 
-def test_a_prompt_of_megabytes_and_a_batch_of_embeddings_fit(use_runner: UseRunner) -> None:
+def test_a_prompt_of_megabytes_and_a_batch_of_embeddings_fit(use_runner: UseProcess) -> None:
     inputs = EmbedJob(id="vectors", inputs=((1,),) * 5000, pooling="mean")
 
     async def body(running: ProcessRunner) -> None:
@@ -120,7 +120,7 @@ def test_a_prompt_of_megabytes_and_a_batch_of_embeddings_fit(use_runner: UseRunn
 
 
 def test_a_request_that_exceeds_the_limit_of_a_message_is_rejected(
-    use_runner: UseRunner, monkeypatch: pytest.MonkeyPatch
+    use_runner: UseProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(running: ProcessRunner) -> None:
         with monkeypatch.context() as patch:
@@ -135,7 +135,7 @@ def test_a_request_that_exceeds_the_limit_of_a_message_is_rejected(
 
 
 @linux
-def test_the_oom_killer_prefers_the_model_process(use_runner: UseRunner) -> None:
+def test_the_oom_killer_prefers_the_model_process(use_runner: UseProcess) -> None:
     def oom_score_adj(process: int | str) -> int:
         return int(Path(f"/proc/{process}/oom_score_adj").read_text())
 

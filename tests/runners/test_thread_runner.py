@@ -22,7 +22,7 @@ from tests.runners.contract import PATIENCE, MakeRunner, answer, endless
 from tests.waiting import wait_until_async
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runner() -> MakeRunner:
     return lambda: ThreadRunner(Settings(prefill_chunk=8, debug=True))
 
