@@ -38,6 +38,8 @@ MAX_SHARE_OF_OTHERS = 0.2
 
 # the same examples on every run, so that a failure can be reproduced
 settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
+# for properties that take more than a second; the others, and `make test-all`, have all examples
+settings.register_profile("integration", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("reproducible")
 
@@ -79,6 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if tier := config.getoption("--tier"):
         config.option.markexpr = TIERS[tier]
+        if tier == "integration":
+            settings.load_profile(tier)
     if config.getoption("--skip-unchanged") and is_unchanged():
         config.option.markexpr = f"({config.option.markexpr}) and not emulation"
     config.stash[LISTED] = frozenset(read_list())

@@ -79,7 +79,12 @@ def test_conversations_alternate_between_the_adapters_and_the_model(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("kv", "context"), [("float32", None), ("bfloat16", 1024), ("float16", 99_999)]
+    ("kv", "context"),
+    [
+        ("float32", None),
+        pytest.param("bfloat16", 1024, marks=pytest.mark.exhaustive),
+        ("float16", 99_999),
+    ],
 )
 def test_a_correct_engine_passes_every_condition(
     files: ModelFiles, kv: KVPrecision, context: int | None
@@ -132,7 +137,7 @@ def test_fewer_bits_of_activations_pass_every_condition(
     """With 8 bits, except the comparison with MLX's operations, which round less."""
     folder = tiny.write(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
     files = read_files(folder)
-    options = ProofOptions(conversations=CONVERSATIONS)
+    options = ProofOptions(conversations=2)
     proof = Proof(files, Settings(quantize=8, activations=bits), options)
     reference = proof.compute_reference()
     reports = {report.name: report for report in proof.run(reference, lambda _: None)}
