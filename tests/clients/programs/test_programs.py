@@ -22,6 +22,7 @@ import pytest
 
 from app.commands.client_programs import PROGRAMS
 from tests.clients.client_process import run_to_end
+from tests.clients.programs.conftest import Programs
 from tests.clients.programs.scripted_server import (
     FOLDER_VARIABLE,
     EngineScript,
@@ -225,15 +226,16 @@ def name_thought(turn: int, answer: int) -> str:
 def test_a_program_reads_and_writes_files_in_three_turns(
     case: Case,
     request: pytest.FixtureRequest,
-    programs: Callable[[str], str],
+    programs: Programs,
     script_folder: Path,
     launch_command: list[str],
     home: Path,
     tmp_path: Path,
 ):
-    path = programs(case.executable)
+    path = programs.find(case.executable)
     # only after a test without its program was skipped
     server: ServerProcess = request.getfixturevalue("scripted_server")
+    failures, lines = server.status()["Failures"], len(server.log)
     work = tmp_path / "work"
     write_repository(work)
     name, text = case.user_file
@@ -266,7 +268,8 @@ def test_a_program_reads_and_writes_files_in_three_turns(
         terminal.type_until(PROMPTS[number], lambda: len(find_turn(number)) > 0)
         terminal.read_while(lambda: len(find_turn(number)) < len(script.tasks[number].answers))
 
-    run_turn(0, find_documented_arguments(case.name))
+    with programs.skip_if_broken(case.executable):
+        run_turn(0, find_documented_arguments(case.name))
     # the program sent the content of the file to the model
     assert SECRET in find_turn(0)[-1]
     if case.in_terminal:
@@ -280,8 +283,8 @@ def test_a_program_reads_and_writes_files_in_three_turns(
         run_turn(2, case.later_turns(home))
     assert (work / "answer.txt").read_text().strip() == SECRET
     check_history(case, script, find_turn(2)[-1])
-    assert server.status()["Failures"] == 0
-    assert " 400 " not in server.log_text()
+    assert server.status()["Failures"] == failures
+    assert " 400 " not in "".join(server.log[lines:])
     # the user's configuration is unchanged
     assert user_file.read_text() == text
     if not case.in_terminal:  # where `launch` is killed
@@ -297,14 +300,14 @@ def test_a_program_shows_a_picture_to_a_model_that_sees(
     name: str,
     tool: str,
     field: str,
-    programs: Callable[[str], str],
+    programs: Programs,
     script_folder: Path,
     launch_command: list[str],
     home: Path,
     tmp_path: Path,
 ):
     """The picture is in the prompt of this turn and of the next one."""
-    path = programs(name)
+    path = programs.find(name)
     work = tmp_path / "work"
     write_repository(work)
     [case] = [case for case in CASES if case.name == name]
@@ -323,7 +326,8 @@ def test_a_program_shows_a_picture_to_a_model_that_sees(
         command = [*launch_command, name, "--port", str(server.port), "--"]
         environment = build_environment(path, home)
         words = [*command, *find_documented_arguments(name), PROMPTS[0]]
-        assert "It is black." in run_to_end(words, environment, work, server, 4 * TIMEOUT)
+        with programs.skip_if_broken(name):
+            assert "It is black." in run_to_end(words, environment, work, server, 4 * TIMEOUT)
         words = [*command, *case.later_turns(home), PROMPTS[1]]
         assert "It is still black." in run_to_end(words, environment, work, server, 4 * TIMEOUT)
         assert " 400 " not in server.log_text()
