@@ -24,17 +24,11 @@ from app.engine.kv_layout import SlabPolicy
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests import tiny
-from tests.engine import hybrid
-from tests.engine.conversations import KINDS, ExpectedAnswer, random_history
+from tests.engine import conversations, hybrid
+from tests.engine.conversations import ExpectedAnswer, random_history
 from tests.engine.harness import assert_same, make_loop, run_schedule, token_bits
 from tests.models import parity
-from tests.models.architectures import (
-    Case,
-    build_untrained,
-    cases,
-    find_cache_kind,
-    group_by_cache,
-)
+from tests.models.architectures import KINDS, Case, cases, group_by_cache
 
 pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 
@@ -42,7 +36,6 @@ pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
 POLICIES = ("single", "multi_user", "radix")
 TOYS = {"toy-kwr": "kwr", "toy-kw": "kw", "toy-r": "r"}
 CASES = {case.id: case for case in cases()}
-GROUPS = group_by_cache(list(CASES.values()))
 PARALLEL, CHUNK = 3, 16
 MODELS = Path(models.__file__).parent
 
@@ -56,19 +49,18 @@ def make_runs(*options: Sequence[Any]) -> list[Any]:
         for toy in TOYS
         for option in options
     ]
-    for number, group in enumerate(GROUPS.values()):
-        for case in group:
-            for place, option in enumerate(options):
-                # the kinds take turns with the options
-                chosen = case is group[0] and place == number % len(options)
-                runs.append(
-                    pytest.param(
-                        case.id,
-                        *option,
-                        id="-".join(map(str, (case.id, *option))),
-                        marks=() if chosen else pytest.mark.exhaustive,
-                    )
+    # the kinds take turns with the options
+    turns = {name: number % len(options) for number, name in enumerate(KINDS.values())}
+    for name in CASES:
+        for place, option in enumerate(options):
+            runs.append(
+                pytest.param(
+                    name,
+                    *option,
+                    id="-".join(map(str, (name, *option))),
+                    marks=() if turns.get(name) == place else pytest.mark.exhaustive,
                 )
+            )
     return runs
 
 
@@ -87,7 +79,7 @@ class ModelCase:
     def history(self) -> list[ExpectedAnswer]:
         """Shared by all policies, so the expected answers are computed once."""
         history = random_history(self.model, self.vocab, random.Random(self.name))
-        assert {request.kind for request in history} == set(KINDS)
+        assert {request.kind for request in history} == set(conversations.KINDS)
         return history
 
 
@@ -204,11 +196,17 @@ def test_a_history_gives_equal_bits_with_keys_and_values_of_16_bits(
     assert loop.capacity.kv_dtype == str(kv).removeprefix("mlx.core.")
 
 
+def test_a_case_of_each_kind_of_cache_is_listed() -> None:
+    groups = group_by_cache(list(CASES.values()))
+    assert groups.keys() == KINDS.keys()
+    for kind, group in groups.items():
+        assert KINDS[kind] in {case.id for case in group}
+
+
 def test_make_test_runs_a_history_for_every_kind_of_cache() -> None:
     """The run of a kind is not marked."""
-    chosen = [CASES[run.values[0]] for run in HISTORIES if not run.marks and run.values[0] in CASES]
-    assert {find_cache_kind(build_untrained(case)) for case in chosen} == set(GROUPS)
-    assert len(chosen) == len(GROUPS) < len(CASES)
+    chosen = [run for run in HISTORIES if not run.marks and run.values[0] in CASES]
+    assert sorted(run.values[0] for run in chosen) == sorted(KINDS.values())
     # and for each policy
     assert {run.values[1] for run in HISTORIES if not run.marks} == set(POLICIES)
 
@@ -222,7 +220,7 @@ def test_every_class_of_layer_caches_is_in_a_kind() -> None:
         for value in vars(module).values()
         if inspect.isclass(value) and hasattr(value, "estimate_nbytes") and _is_concrete(value)
     }
-    assert classes == set(re.findall(r"\w+Cache\b", " ".join(GROUPS)))
+    assert classes == set(re.findall(r"\w+Cache\b", " ".join(KINDS)))
 
 
 def _is_concrete(kind: type) -> bool:
