@@ -75,8 +75,8 @@ class HeldOutText:
 @dataclass(slots=True, kw_only=True)
 class Exactness:
     """Figures of the tokens so far. divergence: the Kullback-Leibler divergence from float64 of
-    each position. losses: of the scored ids. error: the largest error of a logit. largest: the
-    largest logit. agreed: the number of positions with the same most likely token."""
+    each position. losses: the losses of the scored ids. error: the largest error of a logit.
+    largest: the largest logit. agreed: the number of positions with the same most likely token."""
 
     divergence: list[float] = field(default_factory=list[float])
     losses: list[float] = field(default_factory=list[float])

@@ -1,4 +1,4 @@
-"""`make bench ARGS=batches`: one and eight streams of models that are no Llama, ours and mlx-lm's.
+"""`make bench ARGS=batches`: one and eight streams of models other than Llama, ours and mlx-lm's.
 
 Gemma 4, Nemotron-H, and two of mlx-lm's classes, one dense and one with experts, of random weights
 in bfloat16 and in 4 bits. Ours decode in the engine loop, mlx-lm's in its `BatchGenerator`, in this

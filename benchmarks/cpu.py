@@ -42,8 +42,8 @@ OUTPUT = ROOT / "build/bench-cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """peers: of PEERS. llama, openvino, torch: None if their variables are not set. checkouts: of
-    older commits, by commit."""
+    """peers: some of PEERS. llama, openvino, torch: None if their variables are not set. checkouts:
+    the folders of older commits, by commit."""
 
     sizes: Sequence[str]
     forms: Sequence[str]

@@ -70,9 +70,9 @@ GGUF_FILE = "file"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """bits: of a quantized weight, in groups of `group`. dtype: of a plain weight, or of scales.
-    gguf: the nearest type in llama.cpp. is_file: whether both engines read a GGUF file of this file
-    type; the other fields have no meaning then."""
+    """bits: the bits of a quantized weight, in groups of `group`. dtype: the type of a plain
+    weight, or of scales. gguf: the nearest type in llama.cpp. is_file: whether both engines read a
+    GGUF file of this file type; the other fields have no meaning then."""
 
     dtype: str
     gguf: str

@@ -55,7 +55,7 @@ PRELOADABLE = "/usr/lib/*-linux-gnu/openblas*/libopenblas.so.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpPlan:
-    """checkouts: of older commits, by commit. plot: a file for a chart."""
+    """checkouts: the folders of older commits, by commit. plot: a file for a chart."""
 
     size: str
     formats: Sequence[str]

@@ -51,8 +51,8 @@ LONG_WORKS = (LONG_DECODE, prefill(8192))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarePlan:
     """files: GGUF files to measure, too. stock: whether to measure stock MLX. llama: None to leave
-    it out. openvino: a Python, or None. checkouts: of older commits, by commit. budget: seconds per
-    cell, backend and round."""
+    it out. openvino: a Python, or None. checkouts: the folders of older commits, by commit. budget:
+    seconds per cell, backend and round."""
 
     sizes: Sequence[str]
     forms: Sequence[str]
@@ -70,7 +70,7 @@ class BarePlan:
 @dataclass(slots=True)
 class BareResults:
     """runs_on: descriptions of backends, each once, so that readers see if one was not always the
-    same. failures: of peers that ended by themselves."""
+    same. failures: the errors of peers that exited unexpectedly."""
 
     cells: dict[Cell, CellRounds] = field(default_factory=dict[Cell, CellRounds])
     runs_on: dict[str, None] = field(default_factory=dict[str, None])

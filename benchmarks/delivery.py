@@ -5,7 +5,7 @@ older commit; one client of a 110M model in 4 bits compared with the bare loop; 
 token of the server's processes. Rounds alternate, and the ratios are the medians of those of
 adjacent runs, so that drift of the machine affects both sides.
 
-The older commit is cloned to build/baseline, with an environment of its own from its own locks.
+The older commit is cloned to build/baseline, with a separate environment from its own locks.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Measures the host's work for decode steps on a GPU, of one library, in a process of its own.
+"""Measures the host's work for decode steps on a GPU, of one library, in a separate process.
 
 python -m benchmarks.graph_worker {ours,mlx-lm} CONFIG ROWS
 

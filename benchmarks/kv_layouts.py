@@ -152,7 +152,8 @@ def _measure_call(layout: KVLayout, work: Callable[[], None]) -> float:
 
 
 def _check_equal(model: Model, pasts: Sequence[SequenceCaches]) -> None:
-    """Check that all layouts give the same hidden states, also after a leave and a join."""
+    """Check that all layouts give the same hidden states, even after a sequence leaves and another
+    joins."""
     found: list[mx.array] = []
     for make in LAYOUTS.values():
         layout = make([_copy_caches(past) for past in pasts])

@@ -45,9 +45,9 @@ SPEED_TYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Against float32. perplexity: of the text. difference: the largest of a log probability of a
-    token of the text. changed: the share of positions with another most likely token. gap: the
-    largest difference of the two best float32 logits at such a position."""
+    """Compared with float32. perplexity: the perplexity of the text. difference: the largest
+    difference of a token's log probability. changed: the share of positions with another most
+    likely token. gap: the largest difference of the two best float32 logits at such a position."""
 
     perplexity: float
     difference: float

@@ -5,7 +5,7 @@ The request is sent as soon as the server listens, so it also waits for the mode
 and the ratios are those of adjacent starts. The first start of each commit, which writes bytecode,
 is not measured.
 
-The older commit is cloned to build/baseline, with an environment of its own from its own locks.
+The older commit is cloned to build/baseline, with a separate environment from its own locks.
 """
 
 import os

@@ -30,9 +30,9 @@ class ServerCpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamsResult:
-    """tokens_per_second: of all streams, from the first request to the last event. decode_rate: the
-    same from the moment at which all streams have begun. front, runner: CPU seconds per token from
-    that moment."""
+    """tokens_per_second: the sum of all streams, from the first request to the last event.
+    decode_rate: the same from the moment at which all streams have begun. front, runner: CPU
+    seconds per token from that moment."""
 
     tokens_per_second: float
     decode_rate: float
@@ -90,7 +90,7 @@ def count_streams(
     ended, after = time.perf_counter(), read_server_cpu(server)
     for stream in streams:
         assert _END in stream.tail, stream.tail
-        # some tokens are half a character, and the finish reason has an event of its own
+        # some tokens are half a character, and the finish reason has a separate event
         assert 0.8 * tokens <= stream.events <= tokens + 1, stream.events
     left = (_count(streams) - before) * clients * tokens / _count(streams)
     return StreamsResult(

@@ -7,12 +7,12 @@ Knows: uv, pip, the locks. Must not know: the build of the package (pyproject.to
 deploy/wheel/backend.py, models/kernels/CMakeLists.txt).
 
 Only the standard library is used, because this runs before anything is installed. The build tools
-are installed into a folder of their own, build/tools, which is on the path only during the build of
-the package. They are therefore not in the environment that serves, and every download has a hash.
+are installed into a separate folder, build/tools, which is on the path only while the package is
+built. They are therefore not in the environment that serves, and every download has a hash.
 
 uv is used if it is installed, because it is several times as fast as pip. uv does not read pip's
-configuration. If pip is configured to use another index and uv is not, pip is used. If uv fails,
-pip is used, too.
+configuration. If pip is configured to use another index and uv is not, pip is used. pip is also
+used if uv fails.
 """
 
 import argparse
@@ -36,13 +36,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "requirements"
 PIP = ("-m", "pip", "--disable-pip-version-check")
-# The seconds that compiling the kernels takes with one job (110 s with two processors).
+# The time in seconds to compile the kernels with one job (110 s with two processors).
 COMPILE_SECONDS = 240
 
 # The seconds between two updates of the compiled files, on a terminal and in a log.
 TERMINAL_SECONDS, LOG_SECONDS = 0.5, 15.0
 
-# Python compiles the modules that it imports. Compiling all of them costs more than their start.
+# Python compiles the modules that it imports. Compiling every installed module would take longer
+# than that.
 LOCKED = ("--require-hashes", "--only-binary=:all:", "--no-compile")
 
 

@@ -32,7 +32,7 @@ _REMOTE_SCHEMES = ("https:", "http:")
 def is_new_question(roles: Sequence[str]) -> bool:
     """Returns whether the last message is a question of the user. If a tool result precedes it, it
     belongs to the result: some clients send the images that a tool returns in a user message.
-    roles: of all messages, with "tool" for each message with a tool result."""
+    roles: the role of each message, or "tool" if it has a tool result."""
     if not roles or roles[-1] != "user":
         return False
     since_answer = roles[

@@ -44,11 +44,12 @@ _MIN_REQUESTS = 16
 class BenchConfig:
     """The measurements.
 
-    path: of the endpoint. num_prompts: requests per level; None for a number that depends on the
-    level, or for the whole trace. rounds: repetitions of each level. output_len: tokens per
+    path: the path of the endpoint. num_prompts: requests per level; None for a number that depends
+    on the level, or for the whole trace. rounds: repetitions of each level. output_len: tokens per
     response. ignore_eos: None to find out whether the server supports it. extra_body: fields of
     every request. num_warmups: requests before the first level; None for the highest concurrency.
-    time_limit: of one request, in seconds. seed: of the prompts and the arrivals.
+    time_limit: the timeout of one request, in seconds. seed: the seed of the prompts and the
+    arrivals.
     """
 
     path: str = CHAT_PATH

@@ -23,7 +23,7 @@ _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestError:
-    """kind: `http_429`, `timeout` and so on. message: of the first such failure."""
+    """kind: `http_429`, `timeout` and so on. message: the message of the first such failure."""
 
     kind: str
     message: str

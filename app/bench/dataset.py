@@ -55,8 +55,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLength:
-    """The relation of words and tokens for one server. tokens_per_word: of random words.
-    template_tokens: those that the chat template adds to a prompt."""
+    """The relation of words and tokens for one server. tokens_per_word: the average for random
+    words. template_tokens: the number of tokens that the chat template adds to a prompt."""
 
     tokens_per_word: float = 1.0
     template_tokens: float = 0.0

@@ -42,8 +42,9 @@ class LoadLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSession:
-    """Requests that run one after the other, such as the turns of a conversation. bodies: of the
-    requests. arrival: seconds after the start of the load; None if the level decides."""
+    """Requests that run one after the other, such as the turns of a conversation. bodies: the
+    bodies of the requests. arrival: seconds after the start of the load; None if the level
+    decides."""
 
     bodies: tuple[Mapping[str, Any], ...]
     arrival: float | None = None
@@ -71,8 +72,8 @@ def draw_arrivals(count: int, level: LoadLevel, seed: str) -> list[float]:
 class LoadGenerator:
     """Sends sessions to one server.
 
-    records: the requests that have ended. seed: of the arrival times. time_limit: of one request,
-    in seconds.
+    records: the requests that have ended. seed: the seed of the arrival times. time_limit: the
+    timeout of one request, in seconds.
     """
 
     def __init__(

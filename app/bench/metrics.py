@@ -35,8 +35,8 @@ _TOTALS = frozenset(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
     """All requests of one load. duration: seconds from the start to the end of the last request.
-    cancelled: requests that were running when the load was interrupted. cpu_seconds: of this
-    process. lag: the delays of the event loop of this process, in seconds."""
+    cancelled: requests that were running when the load was interrupted. cpu_seconds: the CPU time
+    of this process. lag: the delays of the event loop of this process, in seconds."""
 
     requests: Sequence[RequestRecord]
     duration: float
@@ -47,8 +47,8 @@ class LoadRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricOptions:
-    """percentiles: of each latency, from 0 to 100. goodput: the longest latency in seconds of a
-    good request, by name; empty to measure no goodput."""
+    """percentiles: the percentiles to compute for each latency, from 0 to 100. goodput: the longest
+    latency in seconds of a good request, by name; empty to measure no goodput."""
 
     percentiles: tuple[float, ...] = (50, 90, 99)
     goodput: Mapping[str, float] = field(default_factory=dict[str, float])

@@ -43,8 +43,9 @@ _RATIO_METRICS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelReport:
-    """The metrics of one server at one level. rounds: of each round. combined: medians, and sums of
-    counts. errors: number and first message by kind."""
+    """The metrics of one server at one level. rounds: the metrics of each round. combined: the
+    medians over the rounds, or the sums for counts. errors: the number and the first message of
+    each kind."""
 
     rounds: tuple[Values, ...]
     combined: Values
@@ -52,8 +53,8 @@ class LevelReport:
 
 
 class BenchReport:
-    """A report. results: of one or two servers, A and B. latencies: the names of those that the
-    table has. interrupted: whether the benchmark was cancelled."""
+    """A report. results: the results of server A, and of server B if there are two. latencies: the
+    names of the latencies in the table. interrupted: whether the benchmark was cancelled."""
 
     def __init__(
         self,
@@ -312,8 +313,8 @@ _COLUMNS, _PANEL_WIDTH, _PANEL_HEIGHT, _MARGIN, _HEAD = 2, 360, 220, 44, 56
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePanel:
-    """labels: of the horizontal axis, at equal distances. lines: the values of each line at the
-    labels; None leaves a gap."""
+    """labels: the labels of the horizontal axis, at equal distances. lines: the values of each line
+    at the labels; None leaves a gap."""
 
     title: str
     labels: Sequence[str]

@@ -30,9 +30,9 @@ _PREFILL_DELAY = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTimes:
-    """The times of the client in seconds. load: of the model, 0 if it was loaded. first_token: from
-    the request to the first text or reasoning; None if there was none. total: both and the rest of
-    the answer."""
+    """The times that the client measured, in seconds. load: the time to load the model, 0 if it was
+    loaded. first_token: the time from the request to the first text or reasoning; None if there was
+    none. total: both and the rest of the answer."""
 
     load: float
     first_token: float | None

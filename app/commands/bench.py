@@ -41,8 +41,9 @@ def bench(arguments: argparse.Namespace) -> int:
     """Prints the report and returns the exit status: 1 if no request was completed, 130 after
     Ctrl-C, which ends the benchmark early.
 
-    arguments: of `add_bench_arguments`. Raises AppError for arguments that exclude each other and
-    for a server that cannot be measured, and KeyboardInterrupt if nothing was measured.
+    arguments: the arguments of `add_bench_arguments`. Raises AppError for mutually exclusive
+    arguments and for a server that cannot be measured, and KeyboardInterrupt if nothing was
+    measured.
     """
     plot: Path | None = arguments.plot
     if plot is not None and not plot.parent.is_dir():

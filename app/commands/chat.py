@@ -36,7 +36,7 @@ _MAX_HISTORY = 1000
 # switches bracketed paste on and off
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 
-# the begin and the end of pasted text in libedit: pairs of invisible characters, which no text has
+# the start and the end of pasted text in libedit: pairs of invisible characters that no text has
 _PASTE_BEGIN, _PASTE_END = "\u2063\u2060", "\u2060\u2063"
 
 _EXIT_HINT = "Use Ctrl-D or /bye to exit."

@@ -1,9 +1,9 @@
-"""The engine of `mlxrunner run`: a running server, otherwise a server of its own.
+"""The engine of `mlxrunner run`: a running server, or one that the command starts.
 
 Knows: which of the two serves a model, the download of a missing model. Must not know: chats,
 prompts.
 
-A server that the command starts ends with the command, also after an error or a signal
+A server that the command starts ends with the command, even after an error or a signal
 (servers.py). It listens on a free port of the loopback interface and requires a key that only this
 process knows.
 """

@@ -1,7 +1,7 @@
 """`mlxrunner config`: shows the effective settings and the source of each value.
 
 Knows: the layout of the table. Must not know: the parsers of the sources, the values of API keys.
-Only the names of the variables that hold keys are known here.
+Of the variables that hold keys, this module sees only the names.
 """
 
 import json

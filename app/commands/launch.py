@@ -52,8 +52,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The command line. program: its name. arguments: of the program. print_only: whether to print
-    the settings instead of running the program."""
+    """The command line. program: its name. arguments: the program's arguments. print_only: whether
+    to print the settings instead of running the program."""
 
     program: str
     arguments: tuple[str, ...] = ()

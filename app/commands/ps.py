@@ -21,7 +21,7 @@ _HEADER = ("NAME", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL")
 class RunningModel:
     """A row of the list. size: in bytes. processor: "CPU" or "GPU"; "" until the model is loaded.
     expires_at: the Unix time at which the model will be unloaded; None for never. state: one of
-    `ModelPhase`. progress: of the load, in percent."""
+    `ModelPhase`. progress: the progress of the load, in percent."""
 
     name: str
     state: str

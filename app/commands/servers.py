@@ -42,7 +42,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
 from app.store.library_names import find_equivalent
 
-# seconds for a request that the server answers at once
+# The timeout in seconds of a request that the server answers immediately.
 REQUEST_TIMEOUT = 10.0
 
 _KINDS = {
@@ -375,7 +375,7 @@ def start_server(
 
 
 class LaunchedServer:
-    """A server process. arguments: of `mlxrunner serve`. log_file: receives its output.
+    """A server process. arguments: those of `mlxrunner serve`. log_file: receives its output.
 
     Use it as a context manager: the server stops when the context exits.
     """

@@ -46,10 +46,10 @@ class ModelDetails:
     hexadecimal digits that change when the files change. modified: the modification time as Unix
     time. context_length: the maximum number of tokens in a request. keep_alive: the number of
     seconds for which the operator keeps the model loaded without requests; math.inf means forever.
-    format: of the weights. chat: whether the model has a chat template. template: the text of the
-    chat template. defaults: the recommended sampling parameters; see `SamplingParams`. max_tokens,
-    stop: the values in generation_config.json. config: the parsed config.json. license, system,
-    messages, parent: as in `ModelFiles`."""
+    format: the format of the weights. chat: whether the model has a chat template. template: the
+    text of the chat template. defaults: the recommended sampling parameters; see `SamplingParams`.
+    max_tokens, stop: the values in generation_config.json. config: the parsed config.json. license,
+    system, messages, parent: as in `ModelFiles`."""
 
     name: str
     architecture: str
@@ -79,10 +79,10 @@ class ModelDetails:
 class DownloadPreview:
     """What a download would need, before a weight is downloaded. All sizes are in bytes.
 
-    name: the repository on the hub. size: of all files. missing: of those that are not downloaded
-    yet. context_length: of the model. memory_needed: to serve the model with its settings.
-    memory_available: for all models of this server together. disk_available: beyond the space that
-    a download leaves free.
+    name: the repository on the hub. size: the size of all files. missing: the size of the files
+    that are not downloaded yet. context_length: the model's context length. memory_needed: the
+    memory to serve the model with its settings. memory_available: the memory for all models of this
+    server together. disk_available: the free space, less the space that a download leaves free.
     """
 
     name: str

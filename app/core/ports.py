@@ -336,12 +336,12 @@ class ModelLibrary(Protocol):
 
     async def preview(self, name: str) -> DownloadPreview:
         """Returns what the download of a model would need. Reads only its config and the headers of
-        its weights. Raises AppError, also for a model that could not be served."""
+        its weights. Raises AppError, for example if the model could not be served."""
         ...
 
     def pull(self, name: str) -> AsyncGenerator[LibraryStep]:
-        """Downloads a model. Closing the generator stops the download. Raises AppError, also while
-        another download is running."""
+        """Downloads a model. Closing the generator stops the download. Raises AppError, for example
+        while another download is running."""
         ...
 
     def create(self, recipe: ModelRecipe) -> AsyncGenerator[LibraryStep]:

@@ -26,10 +26,10 @@ from typing import Any
 # up to 5 ms later (docs/decisions/engine.md).
 SWITCH_INTERVAL = 0.0005
 
-# The number of new containers before a young collection, and of collections of a generation before
-# one of the next. Python's last number is 10, which lets 70,000 new containers accumulate. A
-# collection of these takes 28 ms. Python 3.13 increased the first to 2,000. Newer versions collect
-# in increments instead, and ignore the last number.
+# The number of new containers before a young collection, then for each generation the number of
+# collections before the next generation is collected. Python's last number is 10, which lets 70,000
+# new containers accumulate. A collection of these takes 28 ms. Python 3.13 increased the first to
+# 2,000. Newer versions collect in increments instead, and ignore the last number.
 _THRESHOLDS = (700, 10, 2)
 
 # The constants of the mallopt(3) parameters and their values. asyncio reads into buffers of 256

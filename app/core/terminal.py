@@ -98,8 +98,9 @@ def print_message(text: str) -> None:
 
 
 def erase_line(width: int) -> str:
-    """Returns the text that erases the line and moves to its begin. It has no escape sequence, so
-    that NO_COLOR and dumb terminals need no other way. width: of the terminal."""
+    """Returns the text that erases the line and moves to its beginning. It contains no escape
+    sequence, so it also works on dumb terminals and with NO_COLOR. width: the width of the
+    terminal."""
     return f"\r{' ' * (width - 1)}\r"
 
 

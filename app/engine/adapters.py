@@ -37,7 +37,7 @@ _WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Adapter:
-    """index: in the adapted model. nbytes: the size of its weights."""
+    """index: its index in the adapted model. nbytes: the size of its weights."""
 
     index: int
     nbytes: int
@@ -59,9 +59,10 @@ class Adapters:
         config: Mapping[str, Any],
         default: Path | None = None,
     ) -> None:
-        """Reads the adapters. config: of the model. default: the adapter that is a part of the
-        model, for rows without a named one. Raises AppError(MODEL_FILES) for one that cannot be
-        used; one that was loaded while the server runs is logged instead."""
+        """Reads the adapters. config: the model's config. default: the adapter that is a part of
+        the model, for rows without a named one. Raises AppError(MODEL_FILES) for an adapter that
+        cannot be used; if it was loaded while the server was running, the error is logged
+        instead."""
         self.reserve: Callable[[int], None] = lambda _: None
         self._model = model
         self._adapted: AdaptedModel | None = None
@@ -90,8 +91,8 @@ class Adapters:
         return None if found is None else 1 + found.index
 
     def select(self, salts: Sequence[int]) -> Model:
-        """Returns the model for the next forward pass. salts: of the adapter of each row; 0 for a
-        row without a named one."""
+        """Returns the model for the next forward pass. salts: the salt of each row's adapter; 0 for
+        a row without a named one."""
         assert self._adapted is not None, "no adapter was loaded"
         default = self._loaded[_DEFAULT_KEY].index if self.has_default else None
         self._adapted.select([salt - 1 if salt else default for salt in salts])
@@ -155,9 +156,9 @@ def open_adapters(model: Model, files: ModelFiles, settings: Sequence[AdapterSet
 
 
 def read_adapter(path: Path, config: Mapping[str, Any]) -> dict[str, LoraFactors]:
-    """Opens the factors of an adapter, which is a folder or a GGUF file. config: of the text model.
-    Raises AppError(MODEL_FILES) for files that are missing or unreadable, and ModelError for an
-    adapter that is not supported."""
+    """Opens the factors of an adapter, which is a folder or a GGUF file. config: the config of the
+    text model. Raises AppError(MODEL_FILES) for files that are missing or unreadable, and
+    ModelError for an adapter that is not supported."""
     return _read_gguf(path, config) if path.is_file() else _read_folder(path)
 
 

@@ -27,7 +27,7 @@ _MATRIX_SIZE = 512
 
 
 def detect_backend(activations: int | None = None) -> ComputeBackend:
-    """Returns the compute backend of this process. activations: of the model, see
+    """Returns the compute backend of this process. activations: the model's value, see
     `ComputeBackend`."""
     if mx.default_device().type == mx.DeviceType.gpu:
         return ComputeBackend(device="gpu")

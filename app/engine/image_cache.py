@@ -34,7 +34,7 @@ class FeatureLease:
 
 
 class ImageFeatureCache:
-    """The features of one engine. max_bytes: of features without a user."""
+    """The features of one engine. max_bytes: the maximum size of features without a user."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -117,7 +117,7 @@ def choose_prefix_limit(kv_budget: int, conversation: int) -> int:
 
 def choose_pool_limit(budget: int, working: int) -> int:
     """Returns the maximum size of the allocator's pool of unused buffers. A pool that is as large
-    as the working space serves a prefill from the buffers of the chunk before. Beyond that, it
+    as the working space serves a prefill from the buffers of the previous chunk. Beyond that, it
     keeps the buffers of ended sequences for the next ones."""
     return max(working, min(int(_POOL_SHARE * budget), _MAX_POOL_BYTES))
 

@@ -211,7 +211,7 @@ class Sequence:
                 self.pixels[image.key] = image
 
     def drop_pixels(self) -> None:
-        """Drops all pixels, also those that were requested and arrive later."""
+        """Drops all pixels, including those that were requested and arrive later."""
         self.pixels.clear()
         self.requested_images.clear()
 

@@ -45,7 +45,7 @@ from models import kernels
 
 log = logging.getLogger(__name__)
 
-# The interval in seconds between two calls of `EngineLoop.maintain_memory`.
+# The interval in seconds between two calls to `EngineLoop.maintain_memory`.
 MAINTENANCE_INTERVAL = 5.0
 
 
@@ -147,7 +147,7 @@ class EngineThread:
     post: receives every message. It must not block.
     check_invariants: whether to assert all invariants of the prefix cache whenever the loop is
         idle. A violation ends the engine.
-    maintenance_interval: the number of seconds between two calls of `EngineLoop.maintain_memory`.
+    maintenance_interval: the number of seconds between two calls to `EngineLoop.maintain_memory`.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class EngineThread:
         self._commands.put(_Cancel(job=job, keep=keep))
 
     def probe(self, done: Callable[[], None]) -> None:
-        """Calls `done` on the thread when it handles the next command, which shows that the thread
-        can also accept a job."""
+        """Calls `done` on the thread when it handles this command, which shows that the thread is
+        responsive and would accept a job."""
         self._commands.put(_Probe(done=done))
 
     def call(

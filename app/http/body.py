@@ -138,7 +138,7 @@ class BodyMemoryBudget:
 
 class Body:
     """The complete body of one request. data: the bytes of the body; empty after the body was
-    decoded. counter: of the fields of JSON; None for other content."""
+    decoded. counter: counts the fields of JSON; None for other content."""
 
     def __init__(self, bodies: "RequestBodies", caller: str, counter: FieldCounter | None) -> None:
         self._bodies = bodies

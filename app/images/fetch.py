@@ -56,7 +56,7 @@ class ImageFetcher:
     """Reads images from data URLs, and from https URLs of the allowed hosts.
 
     hosts: the exact names; none disables fetching. resolve: returns the addresses of a name.
-    context: the settings of TLS. port: of all hosts. Tests replace the last three.
+    context: the TLS settings. port: the port of all hosts. Tests replace the last three.
     """
 
     def __init__(

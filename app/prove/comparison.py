@@ -15,8 +15,9 @@ Verdict = Literal["equal", "near-tie", "different"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer of an engine. tokens: with logprobs. reason: how it ended. error: of an answer that
-    failed. cached_tokens: the number of prompt tokens found in the prefix cache."""
+    """An answer of an engine. tokens: the tokens with their logprobs. reason: how it ended. error:
+    the error of an answer that failed. cached_tokens: the number of prompt tokens found in the
+    prefix cache."""
 
     tokens: tuple[Token, ...]
     reason: EndReason

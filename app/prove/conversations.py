@@ -50,8 +50,9 @@ _GREEDY: Mapping[str, SamplingValue] = {"temperature": 0.0}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationSpec:
     """A conversation. label: describes its requests. questions: one per turn. long_text: is added
-    to the first question, as far as the context allows. sampling: of all turns. cancel_after: the
-    number of tokens after which the last answer is cancelled; None for never."""
+    to the first question, as far as the context allows. sampling: the sampling parameters of all
+    turns. cancel_after: the number of tokens after which the last answer is cancelled; None for
+    never."""
 
     label: str
     questions: tuple[str, ...]

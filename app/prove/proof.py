@@ -61,7 +61,7 @@ _FEWEST_COMPARED_BITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofOptions:
-    """seed: of the conversations. conversations: their number; None for as many as fit in
+    """seed: the seed of the conversations. conversations: their number; None for as many as fit in
     `seconds`."""
 
     seed: int = 0

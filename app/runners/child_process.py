@@ -360,7 +360,7 @@ class ChildProcess:
 
         An unindented line without a level does not come from a logger. It was printed by a library
         or by a crashing process, and is logged as a warning. An indented line has the level of the
-        line before.
+        previous line.
         """
         first, _, rest = line.partition(" ")
         if first in _LOG_LEVELS:

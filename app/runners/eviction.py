@@ -100,7 +100,7 @@ class PoolLimits:
     max_loaded: the maximum number of loaded models.
     evicted_min_bytes: the minimum bytes of each model that was evicted before its keep-alive
         expired.
-    shared_bytes: the memory budget for all models, of which loaded models may use what is free;
+    shared_bytes: the memory budget for all models, if loaded models may use all of it that is free;
         None if they may use only their allocations.
     """
 

@@ -1,4 +1,4 @@
-"""Snapshots of a model's prefix cache for clients that watch an engine, and calls of an engine
+"""Snapshots of a model's prefix cache for clients that watch an engine, and calls to an engine
 thread.
 
 Knows: functions that call back, the clock. Must not know: the runner, the engine, HTTP. All

@@ -141,7 +141,7 @@ class Rejected(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
 
 
 class CallReply(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """reply: of the call with that ID."""
+    """reply: the reply to the call with that ID."""
 
     id: str
     reply: EngineReply

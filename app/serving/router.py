@@ -431,8 +431,8 @@ class ModelRouter:
         return await self._workers.run(read, size=len(data))
 
     def _has_vision(self, entry: RegisteredModel) -> bool:
-        """Returns whether requests for a model may have images. The loaded model is known to have a
-        vision tower; the config of others says so."""
+        """Returns whether requests for a model may have images. A loaded model reports whether it
+        has a vision tower; for others, the config is used."""
         settings = entry.served.settings
         if self._image_decoder is None or not settings.vision:
             return False

@@ -160,8 +160,9 @@ def _make_reader(
 
 
 def _find_in_folder(name: ModelName) -> ModelFiles | None:
-    """Reads a folder or a GGUF file. The model has the name of the folder or file, without links
-    other than those to blobs, or of the repository of which it is a snapshot."""
+    """Reads a folder or a GGUF file. The model is named after the folder or file, or after the
+    repository if the folder is a snapshot of one. Links are resolved first, except those to
+    blobs."""
     folder = _select_folder(name)
     if folder is None:
         return None

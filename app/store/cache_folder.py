@@ -37,8 +37,9 @@ def cache_tokenizer(
     kind: str, digest: str, source: Path, build: Callable[[], Mapping[str, Any]]
 ) -> Path:
     """Returns the path of a tokenizer.json. It is built if the cache does not have it yet. kind:
-    the subfolder. digest: of everything that the result depends on. source: the file that it is
-    built from. Raises AppError(MODEL_FILES) if it cannot be written, and the errors of `build`."""
+    the subfolder. digest: the digest of everything that the result depends on. source: the file
+    that it is built from. Raises AppError(MODEL_FILES) if it cannot be written, and the errors of
+    `build`."""
     path = app_cache_folder() / kind / digest[:32] / "tokenizer.json"
     if path.is_file():
         return path

@@ -165,7 +165,7 @@ def _missing_config_error(folder: Path) -> AppError:
 
 
 def _adapter_error(folder: Path, config: Mapping[str, Any]) -> AppError:
-    """config: of the adapter. PEFT and mlx-lm name the model under different keys."""
+    """config: the adapter's config. PEFT and mlx-lm name the model under different keys."""
     given = config.get("base_model_name_or_path") or config.get("model")
     base = given[:200] if isinstance(given, str) else "the model that it was trained for"
     kind = "PEFT" if "peft_type" in config else "mlx-lm"

@@ -28,7 +28,7 @@ from app.store.ollama.create import create_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovableModel:
-    """A model that can be deleted. path: of its manifest, or of its folder in the cache."""
+    """A model that can be deleted. path: its manifest, or its folder in the cache."""
 
     name: HubName | OllamaName
     path: Path

@@ -200,8 +200,8 @@ def _as_object(value: Any) -> Mapping[str, Any]:
 
 
 def _map_bytes() -> Mapping[int, str]:
-    """Returns the printable character for each byte (GPT-2, Radford et al. 2019): bytes that are no
-    printable characters of Latin-1 have the characters from U+0100 on, in their order."""
+    """Returns the printable character for each byte (GPT-2, Radford et al. 2019): bytes that are
+    not printable characters in Latin-1 are mapped to U+0100 and up, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(256) if value not in printable]
     return {value: chr(value) for value in printable} | {

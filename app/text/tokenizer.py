@@ -248,11 +248,11 @@ class Tokenizer:
         return self._suffix_ids
 
     def encode_pair(self, first: str, second: str, max_tokens: int) -> tuple[list[int], int]:
-        """Tokenizes two texts for a score of the second one, with all special tokens. Returns the
-        tokens, and the number of those that belong to the first segment. If there are more than
-        `max_tokens`, the end of the second text is removed. Raises AppError(CONTEXT_LENGTH) if the
-        first text leaves no room for the second one, and AppError(INVALID) if a text cannot be
-        encoded."""
+        """Tokenizes two texts, so that the model can score the second one, with all special tokens.
+        Returns the tokens, and the number of those that belong to the first segment. If there are
+        more than `max_tokens`, the end of the second text is removed. Raises
+        AppError(CONTEXT_LENGTH) if the first text leaves no room for the second one, and
+        AppError(INVALID) if a text cannot be encoded."""
         with _LibraryErrorGuard(ErrorKind.INVALID, "this model's tokenizer cannot encode the text"):
             self._check_expansion(first)
             self._check_expansion(second)

@@ -24,8 +24,8 @@ MAX_NORMALIZER_FACTOR = 2000
 MAX_PRE_TOKENIZER_FACTOR = 8
 MAX_DECODER_FACTOR = 64
 
-# The factors of components without a text of their own, if they may expand a text. For Unicode's
-# normal forms in UTF-8, see https://www.unicode.org/faq/normalization.html#12.
+# The factors of components that may expand a text but contain none. For Unicode's normal forms in
+# UTF-8, see https://www.unicode.org/faq/normalization.html#12.
 _FACTORS = {
     "BertNormalizer": 8,  # adds spaces around a character, applies NFD and lowercases
     "BPEDecoder": 2,  # an empty suffix matches between all characters

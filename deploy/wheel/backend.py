@@ -15,7 +15,7 @@ are without kernels (models/kernels/CMakeLists.txt) and for every Python:
 
 - `macos` builds a wheel with the tag of MLX's own wheels for macOS. With the tag `any`, it would
   also be installed on Linux with a Python that has no wheel with kernels.
-- `cuda` builds the distribution mlxrunner-cuda (cuda_distribution.py), also for editable installs.
+- `cuda` builds the distribution mlxrunner-cuda (cuda_distribution.py), also when editable.
 
 A build for this machine is without kernels if there is no compiler, or with
 MLXRUNNER_BUILD_KERNELS=0. The file models/kernels/not_built.txt then gives the reason. CMake writes

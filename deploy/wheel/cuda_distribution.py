@@ -4,7 +4,7 @@ Knows: the metadata format (packaging.python.org, "Core metadata"). Must not kno
 
 mlx-cpu and the CUDA libraries of MLX contain the same file, libmlx.so. An extra can only add
 requirements, and the plain dependencies of mlxrunner on Linux include mlx-cpu. Therefore the CUDA
-variant is a distribution of its own. As a script, this module prints its requirements for
+variant is a separate distribution. As a script, this module prints its requirements for
 requirements/cuda.txt:
 
     python deploy/wheel/cuda_distribution.py pyproject.toml

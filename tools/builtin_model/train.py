@@ -118,7 +118,7 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
         loaded = load_file(start / "model.safetensors")
         weights = {name: jnp.asarray(array) for name, array in loaded.items()}
-        # rounds of a separate number have corpora of their own
+        # rounds with other numbers have other corpora
         rounds = tuple(enumerate(recipe.further_rounds, start=len(recipe.rounds)))
     else:
         tokenizer = train_tokenizer(

@@ -27,7 +27,7 @@ from app.api.schema.decode import decode_object, require
 from app.core.images import ContentPart, PlacedImage, join_parts
 from app.core.requests import Message, ToolCall
 
-# The types that are converted to text, also with images, and the types that each role may use.
+# The types that are converted to text, the same with images, and the types that each role may use.
 _TEXT_TYPES = ("text", "document", "search_result", "tool_reference")
 _RESULT_TYPES = ("text", "image", *_TEXT_TYPES[1:])
 _TYPES: Mapping[str, Sequence[str]] = {

@@ -56,8 +56,8 @@ class NativeFormat:
 
 @dataclass(slots=True)
 class _Choice:
-    """The output of one prompt. num_tokens: sampled so far. logprobs, token_ids: of the tokens
-    since the last chunk."""
+    """The output of one prompt. num_tokens: the number of tokens so far. logprobs, token_ids: one
+    entry for each token since the last chunk."""
 
     num_tokens: int = 0
     has_new_line: bool = False

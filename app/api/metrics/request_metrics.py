@@ -205,8 +205,8 @@ class MetricFamilies:
 
 
 class ModelMetrics:
-    """The metrics of one model. prefill_seconds, decode_seconds: of all finished choices.
-    max_tokens: the tokens of the longest choice, with its prompt."""
+    """The metrics of one model. prefill_seconds, decode_seconds: the sums over all finished
+    choices. max_tokens: the number of tokens of the longest choice, including its prompt."""
 
     def __init__(
         self,

@@ -89,8 +89,8 @@ def _build_call(call: schema.OllamaToolCall, path: str, default_id: str) -> Tool
 
 
 def _match_results(messages: Sequence[Message]) -> list[Message]:
-    """Sets the call ID of each result. A result without a call gets an ID of its own, because
-    templates use only its text."""
+    """Sets the call ID of each result. A result without a call gets a new ID, because templates use
+    only its text."""
     matched: list[Message] = []
     waiting: list[ToolCall] = []
     for place, message in enumerate(messages):
@@ -120,7 +120,7 @@ def _find_call(result: Message, waiting: Sequence[ToolCall]) -> ToolCall | None:
 def build_tools(
     tools: Sequence[schema.OllamaTool] | None, details: ModelDetails
 ) -> tuple[Tool, ...]:
-    """Raises AppError(INVALID), also for a model that does not support tools."""
+    """Raises AppError(INVALID), for example if the model does not support tools."""
     built = tuple(
         _build_tool(tool.function, f"tools.{index}.function")
         for index, tool in enumerate(tools or ())

@@ -68,8 +68,8 @@ def strip_prefix(name: str) -> str:
 
 
 def _iter_spellings(name: str, models: Models) -> Iterator[str]:
-    """Yields the name, also without the host of a registry, then the names of models that differ
-    from it only in spelling."""
+    """Yields the name, the name without a registry host, then the names of models that differ from
+    it only in spelling."""
     yield name
     if (stripped := strip_prefix(name)) != name:
         yield stripped

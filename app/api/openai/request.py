@@ -99,12 +99,12 @@ class ParsedCompletionRequest:
     """A valid request.
 
     num_prompts: the number of prompts. n: the number of choices returned per prompt. request.n is
-    the number of choices generated, of which the most likely are returned. logprobs,
-    return_token_ids: whether to include them in the response. include_usage: whether to end the
-    stream with a chunk of token counts. continuous_usage: whether to add the token counts so far to
-    every chunk with a choice. return_progress: whether chunks report the progress of the prefill.
-    tier: the service tier to return; None omits it. verbose: whether the response contains the text
-    of the prompt; None uses the server's default.
+    the number of choices generated; the most likely ones are returned. logprobs, return_token_ids:
+    whether to include them in the response. include_usage: whether to end the stream with a chunk
+    of token counts. continuous_usage: whether to add the token counts so far to every chunk with a
+    choice. return_progress: whether chunks report the progress of the prefill. tier: the service
+    tier to return; None omits it. verbose: whether the response contains the text of the prompt;
+    None uses the server's default.
     """
 
     request: GenerateRequest

@@ -126,8 +126,8 @@ class TextItem:
 class CallItem(ABC):
     """A call to a tool that the client declared.
 
-    kind: the item's type. id_prefix: of the item's ID. event_prefix: of the events with the call's
-    arguments or input.
+    kind: the item's type. id_prefix: the prefix of the item's ID. event_prefix: the prefix of the
+    events with the call's arguments or input.
     """
 
     kind: str
@@ -238,7 +238,7 @@ def _render_name(tool: DeclaredTool) -> JsonObject:
 
 
 def read_custom_input(arguments: str) -> str:
-    """Returns the input of a custom tool, also of arguments that end within it, or the whole
+    """Returns the input of a custom tool, even if the arguments end within it, or the whole
     arguments if they do not have the expected format."""
     try:
         read: object = orjson.loads(arguments)

@@ -54,7 +54,7 @@ class Lease(Protocol[Layer_co]):
         ...
 
     def discard(self) -> None:
-        """Ends the lease, also if an exception is raised, and drops the caches, which may be
+        """Ends the lease, even if an exception is raised, and drops the caches, which may be
         invalid."""
         ...
 

@@ -281,7 +281,7 @@ class RadixPrefixCache(Generic[Layer]):
     ) -> Sequence[Layer]:
         """Leases an idle store without copying the prefix. Its nodes stay in the tree and remain
         available to other prompts. Positions after the prefix that other prompts may need are
-        copied to a store of their own. They are usually the answer to the same prompt."""
+        copied to a separate store. They are usually the answer to the same prompt."""
         indivisible = found.checkpoint.checkpoint_at(found.cached) if found.checkpoint else ()
         others = found.nodes_to_move(store)
         if others:

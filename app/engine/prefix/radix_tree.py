@@ -121,7 +121,7 @@ class RadixTree(Generic[Layer]):
     def move_tail(
         self, path: Sequence[RadixNode[Layer]], start: int, nodes: Sequence[RadixNode[Layer]]
     ) -> None:
-        """Moves the positions from `start` on of these nodes to a store of their own. The nodes are
+        """Moves the positions of these nodes from `start` on to a separate store. The nodes are
         backed by one idle store and end after `start`. One of them may contain `start`, and is then
         part of the path. Call `free_unused` afterwards."""
         store, end = nodes[0].store, max(node.end for node in nodes)

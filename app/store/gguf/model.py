@@ -76,8 +76,8 @@ def read(path: Path, *, name: str, projectors: Iterable[Path] = ()) -> ModelFile
 def _read_version(
     path: Path, projectors: tuple[Path, ...], versions: tuple[str, ...]
 ) -> ModelFiles:
-    """Reads a model without its name. versions: of its files. A model whose files did not change is
-    read once."""
+    """Reads a model without its name. versions: the versions of its files. A model whose files did
+    not change is read once."""
     del versions
     try:
         stored = reader.read(path)
@@ -120,9 +120,9 @@ def _add_vision(files: ModelFiles, vision: VisionFiles) -> ModelFiles:
 
 
 def copy_header(fetch: Callable[[int, int], bytes], size: int, path: Path) -> None:
-    """Writes a sparse file with all of a GGUF file that `read` needs. size: of the GGUF file.
-    fetch: returns a number of its bytes at an offset. Raises AppError(MODEL_FILES), OSError, and
-    the errors of `fetch`."""
+    """Writes a sparse file with all of a GGUF file that `read` needs. size: the size of the GGUF
+    file. fetch: returns a number of its bytes at an offset. Raises AppError(MODEL_FILES), OSError,
+    and the errors of `fetch`."""
     try:
         reader.copy_header(fetch, size, path, contents=CONFIG_TENSORS)
     except GGUFError as error:

@@ -36,7 +36,7 @@ _TYPE = re.compile(r"(?<![A-Z0-9])(F16|BF16|F32|Q8_0)(?![A-Z0-9])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFiles:
-    """What a projector adds to a model. config: of the whole model. processor_config,
+    """What a projector adds to a model. config: the config of the whole model. processor_config,
     added_tokens: see `ModelFiles`."""
 
     file: GGUFFile

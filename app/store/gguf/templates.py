@@ -16,7 +16,7 @@ from models.gguf.ollama_variant import read_model
 from models.gguf.reader import GGUFError
 
 _MARK = "IMAGE"
-# the content of a message of texts and images, of which the latter are marked
+# the content of a message of texts and images, with a mark for each image
 _PARTS = (
     "{% macro join(content) %}{% if content is iterable and content is not string %}"
     "{% for part in content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}"

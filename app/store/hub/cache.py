@@ -42,8 +42,8 @@ _SHORT_COMMIT_LENGTH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedRevision:
-    """One cached revision of a repository. folder: of the model, which may be a folder inside the
-    repository."""
+    """One cached revision of a repository. folder: the model's folder, which may be a folder inside
+    the repository."""
 
     name: HubName
     folder: Path
@@ -239,8 +239,8 @@ def _has_incomplete_blobs(storage: Path) -> bool:
 
 
 def _find_missing_files(repo_id: str, folder: Path, subfolder: str | None) -> list[str]:
-    """Returns the files that are missing, according to the repository listing, the index and
-    links. folder: of the model."""
+    """Returns the files that are missing, according to the repository listing, the index and links.
+    folder: the model's folder."""
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
     listing = _read_cached_listing(repo_id, folder, subfolder)
     # An index may list files that the repository never had.

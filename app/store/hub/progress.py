@@ -2,7 +2,7 @@
 
 Knows: bytes, time, the terminal. Must not know: the source of the bytes.
 
-On a terminal, one line is overwritten repeatedly, also while no data arrives. Otherwise a line is
+On a terminal, one line is overwritten repeatedly, even while no data arrives. Otherwise a line is
 written at intervals.
 """
 

@@ -47,8 +47,9 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def write_weight_headers(plan: DownloadPlan, folder: Path) -> ModelFiles:
-    """Writes weights without content to an empty folder, and returns the files of the model, of
-    which no others exist. Raises AppError if the hub cannot be reached, or a header is invalid."""
+    """Writes weight files that contain only headers to an empty folder, and returns the model with
+    these files. It has no others. Raises AppError if the hub cannot be reached, or a header is
+    invalid."""
     if plan.is_gguf:
         return _write_gguf_headers(plan, folder)
     weights = [file for file in plan.files if is_weights_file(file.path)]

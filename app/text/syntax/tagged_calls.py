@@ -291,9 +291,9 @@ class TaggedCallParser:
 
 
 def _find_value_marks(tags: CallTags) -> tuple[str, ...]:
-    """Returns the tags at which a value may end, also with the line break that belongs to them. A
-    line break before the value's own end tag is part of the value, unless values are on their own
-    lines."""
+    """Returns the tags at which a value may end, with and without the line break that belongs to
+    them. A line break before the value's own end tag is part of the value, unless values are on
+    their own lines."""
     marks = (*tags.value_ends, tags.key_begin)
     after_lines = marks if tags.values_on_own_lines else marks[1:]
     return (*marks, *(f"\n{mark}" for mark in after_lines))
@@ -309,7 +309,7 @@ def _is_followed_by(reader: Reader, marks: Sequence[str]) -> Resumable[bool]:
 
 def _take_truncated(reader: Reader, *marks: str) -> bool:
     """Returns whether the text ends before or within one of the marks, and if so, consumes the
-    rest. None of the marks may follow completely."""
+    rest. The caller has checked that no complete mark follows."""
     cut = _ends_within_mark(reader, marks)
     if cut:
         reader.take(len(reader.ahead))
