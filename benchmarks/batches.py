@@ -1,15 +1,19 @@
 """`make bench ARGS=batches`: one and eight streams of models other than Llama, ours and mlx-lm's.
 
-Gemma 4, Nemotron-H, and two of mlx-lm's classes, one dense and one with experts, of random weights
-in bfloat16 and in 4 bits. Ours decode in the engine loop, mlx-lm's in its `BatchGenerator`, in this
-process and in turns. Compared are CPU seconds, because other processes share the cores. The BLAS is
-that of the process for both.
+Gemma 4, Nemotron-H, and classes of mlx-lm, dense and with experts, of random weights in bfloat16
+and in 4 bits. Ours decode in the engine loop, mlx-lm's in its `BatchGenerator`, in this process and
+in turns. The first table has tokens per CPU second, which can be compared while other processes
+share the cores, the second one tokens per second. The BLAS is that of the process for both.
+
+On a CPU, mlx-lm multiplies stacked experts in float32 or packed, so only DBRX, which has single
+experts, runs in bfloat16. It reads its routing in each layer, so its rows are computed one by one.
 """
 
 import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -100,7 +104,19 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "tie_word_embeddings": False,
     },
+    "DBRX": {
+        "model_type": "dbrx",
+        "d_model": 512,
+        "n_heads": 8,
+        "n_layers": 8,
+        "max_seq_len": 4096,
+        "vocab_size": VOCAB,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 512, "moe_num_experts": 16, "moe_top_k": 4},
+    },
 }
+# the bits of the weights; None for bfloat16
+BITS: Mapping[str, Sequence[int | None]] = {"OLMoE": (4,), "DBRX": (None,)}
 
 # decodes some steps and returns the number of tokens
 Decode = Callable[[], int]
@@ -169,56 +185,73 @@ def _make_prompt(row: int) -> list[int]:
     return [(7919 * row + 31 * place) % VOCAB for place in range(PROMPT)]
 
 
-def measure(decoders: Mapping[tuple[str, int], Decode]) -> dict[tuple[str, int], list[float]]:
-    """Tokens per CPU second, in turns."""
-    found: dict[tuple[str, int], list[float]] = {key: [] for key in decoders}
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per CPU second and per second of some decode steps."""
+
+    cpu: float
+    wall: float
+
+
+Found = Mapping[tuple[str, int], Sequence[Speeds]]
+
+
+def measure(decoders: Mapping[tuple[str, int], Decode]) -> Found:
+    """Measures in turns."""
+    found: dict[tuple[str, int], list[Speeds]] = {key: [] for key in decoders}
     for decode in decoders.values():
         decode()
     for _ in range(ROUNDS):
         for key, decode in decoders.items():
-            begun = time.process_time()
+            cpu, wall = time.process_time(), time.perf_counter()
             tokens = decode()
-            found[key].append(tokens / (time.process_time() - begun))
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            found[key].append(Speeds(tokens / cpu, tokens / wall))
     return found
 
 
 def report() -> str:
-    lines = [
-        "| model | weights | ours, 1 stream | ours, 8 streams | ratio | mlx-lm, 1 | mlx-lm, 8 "
-        "| ours / mlx-lm, 1 | ours / mlx-lm, 8 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows: list[tuple[str, Found]] = []
     for name, config in MODELS.items():
-        for weights, bits in (("bfloat16", None), ("4 bits", 4)):
-            if bits is None and "num_experts" in config:
-                continue  # mlx-lm's experts on a CPU need float32 or packed weights
+        for bits in BITS.get(name, (None, 4)):
             with TemporaryDirectory() as place:
                 folder = Path(place)
                 save(config, bits, folder)
-                found = measure(
-                    {
-                        (library, rows): prepare(folder, rows)
-                        for library, prepare in (("ours", prepare_ours), ("mlx-lm", prepare_mlx_lm))
-                        for rows in (1, STREAMS)
-                    }
-                )
-            lines.append(f"| {name} | {weights} | {_format_row(found)} |")
-            print(lines[-1], flush=True)
-    return "\n".join(lines)
+                decoders = {
+                    (library, rows): prepare(folder, rows)
+                    for library, prepare in (("ours", prepare_ours), ("mlx-lm", prepare_mlx_lm))
+                    for rows in (1, STREAMS)
+                }
+                weights = "bfloat16" if bits is None else f"{bits} bits"
+                rows.append((f"{name} | {weights}", measure(decoders)))
+                print(_format_row(*rows[-1], "wall"), flush=True)
+    tables: list[str] = []
+    for title, clock in (("tokens per CPU second", "cpu"), ("tokens per second", "wall")):
+        tables += ["", f"{title}:", "", *_HEAD, *(_format_row(*row, clock) for row in rows)]
+    return "\n".join(tables[1:])
 
 
-def _format_row(found: Mapping[tuple[str, int], Sequence[float]]) -> str:
-    one, eight = found["ours", 1], found["ours", STREAMS]
-    theirs = found["mlx-lm", 1], found["mlx-lm", STREAMS]
+_HEAD = (
+    "| model | weights | ours, 1 stream | ours, 8 streams | ratio | mlx-lm, 1 | mlx-lm, 8 "
+    "| ours / mlx-lm, 1 | ours / mlx-lm, 8 |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def _format_row(name: str, found: Found, clock: str) -> str:
+    speeds = {key: [getattr(one, clock) for one in all_] for key, all_ in found.items()}
+    one, eight = speeds["ours", 1], speeds["ours", STREAMS]
+    theirs = speeds["mlx-lm", 1], speeds["mlx-lm", STREAMS]
     cells = [
+        name,
         f"{statistics.median(one):.0f}",
         f"{statistics.median(eight):.0f}",
         f"{_compare(eight, one):.1f}",
-        *(f"{statistics.median(speeds):.1f}" for speeds in theirs),
-        f"{_compare(one, theirs[0]):.0f}",
-        f"{_compare(eight, theirs[1]):.0f}",
+        *(f"{statistics.median(each):.1f}" for each in theirs),
+        f"{_compare(one, theirs[0]):.1f}",
+        f"{_compare(eight, theirs[1]):.1f}",
     ]
-    return " | ".join(cells)
+    return f"| {' | '.join(cells)} |"
 
 
 def _compare(speeds: Sequence[float], others: Sequence[float]) -> float:

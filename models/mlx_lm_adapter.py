@@ -82,6 +82,15 @@ _TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 _GPT_PREFIX = "transformer"
 _EMBEDDING = "model.embed_tokens."
 
+# Classes that multiply by the weight of the embedding, or do not scale the logits, if the embedding
+# is the output layer, and the name of their output layer otherwise.
+_HEAD_NAMES: Mapping[str, str] = {
+    "llama4_text": "output",
+    "minicpm": "lm_head",
+    "minicpm3": "lm_head",
+    "seed_oss": "lm_head",
+}
+
 # the modules that compute hidden states, to which a class applies its output layer
 _BACKBONES = ("language_model.model", "model", "transformer", "backbone")
 
@@ -199,6 +208,9 @@ def _build_model(
         made: Any = subclass(classes.arguments.from_dict(given))
     normalized.check_rope(made)
     _replace_layers(made)
+    head = _HEAD_NAMES.get(classes.keys.name)
+    if head is not None and made.args.tie_word_embeddings:
+        _tie_head(made, head)
     # fail here rather than at the first request
     with _as_model_error(
         f"mlx-lm's {classes.kind} implementation cannot create caches for this config.json"
@@ -225,6 +237,16 @@ def _replace_layers(model: nn.Module) -> None:
         return layer
 
     replace_leaves(model, replace)
+
+
+def _tie_head(model: Any, head: str) -> None:
+    """Lets a model apply the embedding like an output layer of its own. head: the name of such a
+    layer. The class of the model is only used by this model."""
+    model.args = copy.copy(model.args)
+    model.args.tie_word_embeddings = False
+    if "tie_word_embeddings" in vars(model):
+        model.tie_word_embeddings = False
+    setattr(type(model), head, property(lambda self: self.model.embed_tokens.as_linear))
 
 
 def _is_causal_and_depthwise(layer: Any) -> bool:
@@ -315,10 +337,15 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None, *, t
                 for name in [name for name in weights if name.startswith(_EMBEDDING)]:
                     head = f"lm_head.{name.removeprefix(_EMBEDDING)}"
                     weights.setdefault(head, weights[name])
-            if not hasattr(base, "sanitize"):
+            if hasattr(base, "sanitize"):
+                reason = f"mlx-lm's {classes.kind} implementation rejects these tensors"
+                with _as_model_error(reason):
+                    weights = super().sanitize(weights)
+            head = _HEAD_NAMES.get(classes.keys.name)
+            if head is None or head in self:
                 return weights
-            with _as_model_error(f"mlx-lm's {classes.kind} implementation rejects these tensors"):
-                return super().sanitize(weights)
+            # a tied head that the file also has
+            return {k: v for k, v in weights.items() if not k.startswith("lm_head.")}
 
         @property
         def may_share_pass(self) -> bool:

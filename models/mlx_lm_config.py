@@ -79,6 +79,14 @@ _SCALING_KEYS: Mapping[str, Sequence[str]] = {
     # Hunyuan's
     "dynamic": ("alpha",),
 }
+# the keys of the activation, and the activations of names in the source text of classes
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
+_ACTIVATION_OF_NAME: Mapping[str, str] = {
+    **dict.fromkeys(("silu", "swiglu", "precise_swiglu", "clamped_swiglu", "SwitchGLU"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_approx", "gelu_fast_approx", "geglu", "SwitchMLP"), "gelu"),
+    **dict.fromkeys(("relu2", "relu_squared"), "relu2"),
+    "relu": "relu",
+}
 # types that do not change the rotation of text within the context length (models/rope.py)
 _UNSCALED_TYPES = ("default", "dynamic", "mrope")
 
@@ -123,12 +131,13 @@ class _ReadKeys(dict[str, Any]):
 class ClassKeys:
     """The config keys that a class of mlx-lm uses. name: of its module. arguments: the fields of
     its dataclasses. required: the arguments without a default. used: the keys that its source text
-    contains outside the declarations of fields."""
+    contains outside the declarations of fields. activations: the activations that it names."""
 
     name: str
     arguments: frozenset[str]
     required: frozenset[str]
     used: frozenset[str]
+    activations: frozenset[str]
 
     def reads(self, *names: str) -> bool:
         """Returns whether the class uses at least one of these keys."""
@@ -191,9 +200,6 @@ def normalize_config(config: Mapping[str, Any], keys: ClassKeys) -> ClassConfig:
     for key, value in _CONSTANTS.get(keys.name, {}).items():
         if _absent(given, key):
             given[key] = value(given) if callable(value) else value
-    if keys.name in ("minicpm", "minicpm3"):
-        # with a tied head, these classes do not scale the logits
-        given["tie_word_embeddings"] = False
     if keys.name == "exaone4":
         given["sliding_window_pattern"] = _spell_pattern(given)
     if reason := _find_fault(keys.name, given):
@@ -212,7 +218,9 @@ def find_class_keys(module: ModuleType) -> ClassKeys:
     imports, on which its classes are based, are included."""
     arguments: dict[str, bool] = {}
     used: set[str] = set()
+    activations: set[str] = set()
     for one in find_modules(module):
+        activations.update(_find_activations(one))
         for kind in vars(one).values():
             if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
                 for each in dataclasses.fields(kind):
@@ -227,6 +235,7 @@ def find_class_keys(module: ModuleType) -> ClassKeys:
         arguments=frozenset(arguments),
         required=frozenset(name for name, optional in arguments.items() if not optional),
         used=frozenset(used),
+        activations=frozenset(activations),
     )
 
 
@@ -266,6 +275,13 @@ def _find_used_names(module: ModuleType) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
+
+
+def _find_activations(module: ModuleType) -> Iterator[str]:
+    for node in ast.walk(_parse(module.__name__)):
+        name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+        if name in _ACTIVATION_OF_NAME:
+            yield _ACTIVATION_OF_NAME[name]
 
 
 def _absent(config: Mapping[str, Any], key: str) -> bool:
@@ -551,6 +567,18 @@ _CONSTANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# classes that do not read `scoring_func`, by the function that they use
+_SOFTMAX_ROUTERS = ("deepseek", "deepseek_v2")
+_SIGMOID_ROUTERS = (
+    "deepseek_v32",
+    "dots1",
+    "exaone_moe",
+    "glm_moe_dsa",
+    "mimo_v2_flash",
+    "minimax",
+    "solar_open",
+)
+
 # values that are constants in the source text of a class
 _FIXED_VALUES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     # every fourth layer has no rope
@@ -561,6 +589,8 @@ _FIXED_VALUES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "no_rope_layer_interval": lambda value: value == 4,
     },
     "nanochat": {"final_logit_softcapping": lambda value: value == 15},
+    **{name: {"scoring_func": lambda value: value == "softmax"} for name in _SOFTMAX_ROUTERS},
+    **{name: {"scoring_func": lambda value: value == "sigmoid"} for name in _SIGMOID_ROUTERS},
 }
 
 
@@ -617,14 +647,28 @@ def _find_unread_window(config: Mapping[str, Any], keys: ClassKeys) -> int | Non
 
 def _check_critical_keys(config: Mapping[str, Any], keys: ClassKeys) -> None:
     for key, value in config.items():
-        if not changes_logits(key, value) or keys.reads(key):
+        fixed = _FIXED_VALUES.get(keys.name, {}).get(key)
+        if keys.reads(key) and fixed is None:
             continue
         if key in (*_THETA_KEYS, *_SHARE_KEYS, *_LOCAL_THETA_KEYS, *_WINDOW_KEYS):
             continue  # checked with the values that they have
-        fixed = _FIXED_VALUES.get(keys.name, {}).get(key)
-        if fixed is not None and fixed(value):
-            continue
-        raise _ignored_error(keys, key)
+        if fixed is not None:
+            ignored = value is not None and not fixed(value)
+        elif key in _ACTIVATION_KEYS:
+            ignored = _is_other_activation(value, keys)
+        else:
+            ignored = changes_logits(key, value)
+        if ignored:
+            raise _ignored_error(keys, key)
+
+
+def _is_other_activation(value: Any, keys: ClassKeys) -> bool:
+    """Returns whether the source text names activations, but not this one. The forms of GELU, which
+    differ by less than 0.0005, count as one."""
+    if not isinstance(value, str) or not keys.activations:
+        return False
+    kind = {"swish": "silu", "swiglu": "silu", "sqrelu": "relu2"}.get(value, value)
+    return ("gelu" if "gelu" in kind else kind) not in keys.activations
 
 
 def _ignored_error(keys: ClassKeys, key: str) -> ModelError:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm import utils
 
-from models import kernels
+from models import architectures, kernels
 from models.base import ModelError
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests.models import parity
@@ -347,3 +348,44 @@ def test_a_class_that_computes_something_else_is_rejected(kind: str) -> None:
     with pytest.raises(ModelError, match=reason):
         # some faults show in a pass only, as in the first check of a model that is loaded
         is_batch_invariant(build_untrained(case))
+
+
+# classes that compute tied heads in another way than their own, and the name of the latter
+TIED: Mapping[str, tuple[dict[str, Any], str]] = {
+    "llama4_text": ({**HEADS, "intermediate_size_mlp": 96, "attention_bias": False,
+                     "use_qk_norm": True, "no_rope_layers": [1, 1]}, "output"),
+    "minicpm": (CLASSES["minicpm"], "lm_head"),
+    "minicpm3": (CLASSES["minicpm3"], "lm_head"),
+    "seed_oss": (HEADS, "lm_head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", [None, "affine-4"])
+@pytest.mark.parametrize("kind", TIED)
+def test_a_tied_embedding_is_used_like_an_output_layer(
+    kind: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """mlx-lm's classes multiply by its weight, which is packed on a CPU and if it is quantized, or
+    do not scale the logits."""
+    config, head = TIED[kind]
+    case = Case(name="tied", config={"model_type": kind, **config, "tie_word_embeddings": False})
+    parity.save_reference(case, tmp_path, kind=quantization)
+    weights = cast(dict[str, mx.array], mx.load(str(tmp_path / "model.safetensors")))
+    own = {name: array for name, array in weights.items() if not name.startswith(head)}
+    copies = {
+        f"{head}.{name.removeprefix('model.embed_tokens.')}": array
+        for name, array in own.items()
+        if name.startswith("model.embed_tokens.")
+    }
+    untied: Any = architectures.build(case.config, {**own, **copies})
+    tied: Any = architectures.build({**case.config, "tie_word_embeddings": True}, own)
+    for model in (untied, tied):
+        apply_cpu_layout(model)
+    assert is_batch_invariant(tied) == is_batch_invariant(untied)
+    # Llama 4 normalizes queries with an operation of MLX
+    if kernels.ops() is not None and kind != "llama4_text":
+        assert tied.shares_pass
+    prompt = parity.ids(case, 9)
+    np.testing.assert_array_equal(
+        parity.prefill(tied, prompt, [6, 1, 2]), parity.prefill(untied, prompt, [6, 1, 2])
+    )

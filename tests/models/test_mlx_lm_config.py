@@ -109,6 +109,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"attention_multiplier": 2.0}, "attention_multiplier"),
         ({"query_pre_attn_scalar": 128}, "query_pre_attn_scalar"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_act": "relu2"}, "hidden_act"),
         ({"rope_parameters": {**YARN, "truncate": False}}, "truncate of rope scaling 'yarn'"),
         (
             {
@@ -144,6 +146,7 @@ def test_a_key_that_nothing_reads_is_an_error(changes: dict[str, Any], named: st
         {"sliding_window": 6, "use_sliding_window": False},
         {"sliding_window": 6, "layer_types": ["full_attention"] * 2},
         {"sliding_window": 4096},
+        {"hidden_act": "swish"},
         {"layer_types": ["full_attention"] * 2},
         {"rope_parameters": {**YARN, "truncate": True, "attention_factor": 1.2}},
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": THETA}},
@@ -212,6 +215,8 @@ def test_nested_values_are_bounded() -> None:
         ({"model_type": "ernie4_5_moe"}, "ignores the bias of the router"),
         ({"model_type": "jamba", "num_experts": 4}, "normalizes the weights of experts"),
         ({"model_type": "mamba2", "n_groups": 8}, "normalizes all groups together"),
+        ({"model_type": "dots1", "scoring_func": "softmax"}, "sets scoring_func"),
+        ({"model_type": "deepseek_v2", "scoring_func": "sigmoid"}, "sets scoring_func"),
     ],
 )
 def test_a_class_that_computes_something_else_is_refused(

@@ -57,12 +57,14 @@ inline WordVector select_numbers(const std::uint32_t* words) {
 
 // pairs of 16-bit integers, added in 32 bits
 template <int kRow, int kOffset, int M>
+[[gnu::always_inline]]
 inline void add_pairs(IntVector& sum, WordVector numbers, const InputRows<M>& x) {
   MLXRUNNER_ADD_PRODUCTS("vpmaddwd %2, %1, %1", "vpaddd %1, %0, %0");
 }
 
 // pairs of unsigned bytes of w and signed bytes of x, added in 16 bits
 template <int kRow, int kOffset, int M>
+[[gnu::always_inline]]
 inline void add_byte_pairs(IntVector& sum, WordVector numbers, const InputRows<M>& x) {
   MLXRUNNER_ADD_PRODUCTS("vpmaddubsw %1, %2, %1", "vpaddw %1, %0, %0");
 }
@@ -70,6 +72,7 @@ inline void add_byte_pairs(IntVector& sum, WordVector numbers, const InputRows<M
 // The J-th numbers of a step by row kRow of x. sums: of the high and the low parts, or of the whole
 // integers.
 template <int kRow, int J, int kSums, int M>
+[[gnu::always_inline]]
 inline void add_dot(IntVector (&sums)[kSums], WordVector numbers, const InputRows<M>& x) {
   constexpr int kOffset = J * kNumbersPerDot * 2 * kSums;
   add_pairs<kRow, kOffset>(sums[0], numbers, x);
@@ -78,6 +81,7 @@ inline void add_dot(IntVector (&sums)[kSums], WordVector numbers, const InputRow
 
 // The J-th pair of the high parts.
 template <int J, int kRow = 0, class Sums, int M>
+[[gnu::always_inline]]
 inline void add_high_parts(WordVector numbers, const InputRows<M>& x, Sums (&sums)[M]) {
   if constexpr (kRow < M) {
     add_pairs<kRow, 4 * J>(sums[kRow].sums[0], numbers, x);
@@ -87,6 +91,7 @@ inline void add_high_parts(WordVector numbers, const InputRows<M>& x, Sums (&sum
 
 // Four integers of the low parts. kOffset: their distance from the row's address.
 template <int kOffset, int kRow = 0, int M>
+[[gnu::always_inline]]
 inline void add_low_parts(WordVector numbers, const InputRows<M>& x, IntVector (&sums)[M]) {
   if constexpr (kRow < M) {
     add_byte_pairs<kRow, kOffset>(sums[kRow], numbers, x);
@@ -96,6 +101,7 @@ inline void add_low_parts(WordVector numbers, const InputRows<M>& x, IntVector (
 
 // Multiplies 32 integers of 4 bits of each row by M rows of x.
 template <int kPlanes, class Sums, int M>
+[[gnu::always_inline]]
 inline void add_byte_step(const std::uint32_t* words, InputRows<M> x, Sums (&sums)[M]) {
   static_assert(32 / 2 * 15 * 128 < 1 << 15);
   constexpr bool kHasHigh = kPlanes == 3;

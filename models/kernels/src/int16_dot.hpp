@@ -44,6 +44,7 @@ struct InputRows {
 // The J-th numbers of a word by row kRow of x. sums: of the high and the low parts, or of the whole
 // integers.
 template <int kRow, int J, int kSums, int M>
+[[gnu::always_inline]]
 inline void add_dot(IntVector (&sums)[kSums], WordVector numbers, const InputRows<M>& x) {
   const std::int8_t* at = x.x + kRow * x.stride + J * kNumbersPerDot * 2 * kSums;
   MLXRUNNER_UNROLL

@@ -92,6 +92,7 @@ struct InputRows {
 // Multiplies four integers of each row of w by the kIndex-th four bytes of each plane of x. This is
 // inline assembly, because GCC 12 copies accumulators back and forth with the intrinsics.
 template <int kIndex, int kPlanes>
+[[gnu::always_inline]]
 inline void dot_planes(IntVector (&sums)[kPlanes], uint8x16_t w, const int8x16_t (&x)[kPlanes]) {
   MLXRUNNER_UNROLL
   for (int p = 0; p < kPlanes; p++)
@@ -101,6 +102,7 @@ inline void dot_planes(IntVector (&sums)[kPlanes], uint8x16_t w, const int8x16_t
 
 // The J-th numbers of a step by row kRow of x. sums: one per plane, the most significant one first.
 template <int kRow, int J, int kPlanes, int M>
+[[gnu::always_inline]]
 inline void add_dot(IntVector (&sums)[kPlanes], Numbers numbers, const InputRows<M>& x) {
   int8x16_t planes[kPlanes];
   MLXRUNNER_UNROLL

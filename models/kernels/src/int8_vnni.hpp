@@ -54,6 +54,7 @@ inline WordVector select_numbers(const std::uint32_t* p) {
 // of _mm512_dpbusd_epi32 back and forth, which takes a third longer. The last operand tells the
 // compiler that memory is read.
 template <int kRow, int kOffset, int M>
+[[gnu::always_inline]]
 inline void dot_vnni(IntVector& sum, WordVector numbers, const InputRows<M>& x) {
   const std::int8_t* base = x.base[kRow / 4];
   const auto& memory = *reinterpret_cast<const std::int8_t(*)[]>(base);
@@ -72,6 +73,7 @@ inline void dot_vnni(IntVector& sum, WordVector numbers, const InputRows<M>& x) 
 
 // The J-th numbers of a word by row kRow of x. sums: one per plane, the most significant one first.
 template <int kRow, int J, int kPlanes, int M>
+[[gnu::always_inline]]
 inline void add_dot(IntVector (&sums)[kPlanes], WordVector numbers, const InputRows<M>& x) {
   constexpr int kFirst = J * kNumbersPerDot * kPlanes;
   dot_vnni<kRow, kFirst>(sums[0], numbers, x);

@@ -211,8 +211,10 @@ struct Sums {
   IntVector sums[num_sums(kPlanes)];
 };
 
+// It is always inlined, like the functions that it calls. Otherwise GCC 12 inlines some of them late or
+// not at all, depending on the rest of the file, and accumulators are in memory.
 template <int J, int kRow = 0, class Numbers, int kPlanes, int M>
-MLXRUNNER_DOT_INLINE void dot_rows(Numbers numbers, const InputRows<M>& x,
+[[gnu::always_inline]] inline void dot_rows(Numbers numbers, const InputRows<M>& x,
                                    Sums<kPlanes> (&sums)[M]) {
   if constexpr (kRow < M) {
     add_dot<kRow, J>(sums[kRow].sums, numbers, x);
@@ -222,7 +224,7 @@ MLXRUNNER_DOT_INLINE void dot_rows(Numbers numbers, const InputRows<M>& x,
 
 // Multiplies kStep integers of each row, from the J-th kNumbersPerDot on, by M rows of x.
 template <int kBits, int kPlanes, int kStep, int J = 0, int C, int M>
-MLXRUNNER_DOT_INLINE void dot_step(const std::uint32_t* words, const InputRows<M>& x,
+[[gnu::always_inline]] inline void dot_step(const std::uint32_t* words, const InputRows<M>& x,
                                    Sums<kPlanes> (&chains)[C][M]) {
   if constexpr (has_byte_step(kBits, kPlanes)) {
     add_byte_step<kPlanes>(words, x, chains[0]);

@@ -129,7 +129,7 @@ inline WordVector extract_bits(WordVector a) {
   return kFrom + kCount == 16 ? down : _mm512_and_si512(down, _mm512_set1_epi16((1 << kCount) - 1));
 }
 inline IntVector zero_int() { return _mm512_setzero_si512(); }
-inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
+[[gnu::always_inline]] inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
   sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 }
 inline IntVector add_int(IntVector a, IntVector b) { return _mm512_add_epi32(a, b); }

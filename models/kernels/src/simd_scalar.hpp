@@ -222,7 +222,7 @@ inline WordVector extract_bits(WordVector a) {
   return (a >> kFrom) & ((1u << kCount) - 1) * 0x10001u;
 }
 inline IntVector zero_int() { return IntVector{}; }
-inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
+[[gnu::always_inline]] inline void add_pairs(IntVector& sum, WordVector a, WordVector b) {
   const Ints x = reinterpret_cast<Ints>(a), y = reinterpret_cast<Ints>(b);
   sum += (reinterpret_cast<Ints>(a << 16) >> 16) * (reinterpret_cast<Ints>(b << 16) >> 16) +
          (x >> 16) * (y >> 16);
