@@ -279,9 +279,11 @@ def _find_used_names(module: ModuleType) -> Iterator[str]:
 
 def _find_activations(module: ModuleType) -> Iterator[str]:
     for node in ast.walk(_parse(module.__name__)):
-        name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
-        if name in _ACTIVATION_OF_NAME:
-            yield _ACTIVATION_OF_NAME[name]
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in _ACTIVATION_OF_NAME:
+                yield _ACTIVATION_OF_NAME[name]
+            case _:
+                pass
 
 
 def _absent(config: Mapping[str, Any], key: str) -> bool:
