@@ -59,7 +59,7 @@ _EVERY_ADDRESS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # compa
 
 ServerPresence = Literal["absent", "foreign", "running"]
 
-# a model in one of these states is in memory, or on its way there
+# a model in one of these states is in memory, or will be loaded
 _LOADED_STATES = frozenset({"queued", "loading", "ready", "stalled", "failed", "unloading"})
 
 # the number of seconds between two readiness checks, and for a shutdown
@@ -356,7 +356,7 @@ def _find_folder(name: str) -> Path | None:
 
 
 def is_loaded(card: Mapping[str, Any]) -> bool:
-    """Returns whether a served model is in memory, or on its way there."""
+    """Returns whether a served model is in memory, or will be loaded."""
     return card.get("state") in _LOADED_STATES
 
 

@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 20
 # More bytes than these would not stay in the page cache.
 _MAX_READ_BYTES = 1 << 32
 
-# The phases in which an engine has adapters, or is about to have them.
+# The phases in which an engine has adapters, or will have them.
 _LOADED: frozenset[ModelPhase] = frozenset({"loading", "ready", "stalled"})
 
 

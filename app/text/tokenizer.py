@@ -109,7 +109,7 @@ def _flatten_decoder(decoder: Json) -> list[Json]:
 def _build_byte_alphabet() -> Mapping[str, int]:
     """Returns the printable characters that byte-level BPE uses for bytes (openai/gpt-2
     `src/encoder.py`, bytes_to_unicode). A printable Latin-1 byte is represented by its own
-    character. The other bytes are represented by the characters from U+0100 on, in order."""
+    character. The other bytes are represented by the characters U+0100 and up, in order."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     remaining = (byte for byte in range(256) if byte not in own)
     return {

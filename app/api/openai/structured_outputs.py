@@ -1,9 +1,9 @@
 """Constraints on the output format: converts OpenAI's `response_format` and vLLM's fields to a
 grammar.
 
-Knows: all fields for a constraint, also llama.cpp's, the rule that a request may contain only one.
-Must not know: the supported schemas, regular expressions and grammars, which the grammar compiler
-checks.
+Knows: all fields for a constraint, including llama.cpp's, the rule that a request may contain only
+one. Must not know: the supported schemas, regular expressions and grammars, which the grammar
+compiler checks.
 """
 
 from collections.abc import Mapping, Sequence

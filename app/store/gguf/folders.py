@@ -26,7 +26,7 @@ from app.store.lm_studio import list_model_folders
 # ends of lines and paragraphs
 _NO_TEXT = ("Cc", "Cs", "Zl", "Zp")
 
-# a limit on the files that are looked at, for a folder that contains something else
+# the maximum number of files to check, because the folder may contain something else
 _MAX_FILES = 10_000
 
 
@@ -49,7 +49,7 @@ def find(name: str) -> ModelFiles | None:
 
 def list_files() -> Iterator[GGUFFileEntry]:
     """Yields the models in the folders. Folders that do not exist or cannot be read are empty, and
-    files whose name is no text are left out."""
+    files whose name is not valid text are left out."""
     seen: set[str] = set()
     for source, folder, pattern in _list_folders():
         for path in sorted(itertools.islice(folder.glob(pattern), _MAX_FILES)):
