@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
-from app.engine.sampling.allowed_tokens import AllowedTokens
-from app.engine.sampling.bad_words import BadWords
 from app.engine.sampling.draw import is_greedy, log_min_p, seed_words, top_p_bound
-from app.engine.sampling.logit_bias import LogitBias
-from app.engine.sampling.min_tokens import MinTokens
-from app.engine.sampling.penalties import Penalties
-from app.engine.sampling.stage import Stage, StageInput
+from app.engine.sampling.stages import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    MinTokens,
+    Penalties,
+    Stage,
+    StageInput,
+)
 from models import kernels
 
 # The stages that the operation includes, which applies them in the order of `STAGES`.

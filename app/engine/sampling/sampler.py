@@ -25,18 +25,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from app.core.sampling_params import SamplingParams
-from app.engine.sampling.allowed_tokens import AllowedTokens
-from app.engine.sampling.bad_words import BadWords
 from app.engine.sampling.draw import Draw, SamplingMethod, select_method
 from app.engine.sampling.fused import FusedBatch, FusedState, can_fuse
-from app.engine.sampling.logit_bias import LogitBias
 from app.engine.sampling.logprobs import compute_logprobs
-from app.engine.sampling.min_tokens import MinTokens
-from app.engine.sampling.penalties import Penalties
-from app.engine.sampling.stage import Stage, StageInput, StageState
-
-# The stages, in the order in which they are applied to the logits.
-STAGES: tuple[Stage, ...] = (LogitBias(), Penalties(), AllowedTokens(), BadWords(), MinTokens())
+from app.engine.sampling.stages import STAGES, StageInput, StageState
 
 
 class SamplerState:

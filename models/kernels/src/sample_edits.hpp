@@ -71,7 +71,7 @@ struct TokenHistory {
   }
 };
 
-// Changes the row's logits [vocab] in place, in the order of app/engine/sampling/sampler.py. A token
+// Changes the row's logits [vocab] in place, in the order of app/engine/sampling/stages.py. A token
 // that may not be drawn gets -infinity. drawn: the number of tokens drawn since the settings were
 // created. history: is empty unless `uses_history`.
 void edit_logits(const SampleSettings& settings, const TokenHistory& history, std::int64_t drawn,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from app.core.sampling_params import SAMPLING_KNOBS
 from app.engine.sampling import sampler
-from app.engine.sampling.penalties import PenaltyState
 from app.engine.sampling.sampler import SamplerBatch
+from app.engine.sampling.stages import PenaltyState
 from tests.engine.sampling.cases import LOGITS, VOCAB, P, make_state, sample_once, softmax
 from tests.rows import rows
 

@@ -16,7 +16,7 @@ from app.engine.sampling import sampler
 from app.engine.sampling.fused import FusedState
 from app.engine.sampling.logprobs import compute_logprobs, compute_logprobs_with_mlx
 from app.engine.sampling.sampler import SamplerBatch, SamplerState
-from app.engine.sampling.stage import StageInput
+from app.engine.sampling.stages import StageInput
 from models import kernels
 from tests.engine.sampling.cases import SETTINGS, make_state, pack_bits, row_output, to_list
 from tests.models.kernels.test_isa import list_supported_isas, run_program
