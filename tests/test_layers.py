@@ -220,7 +220,7 @@ RUN_TIME_IMPORTERS = frozenset(
         "models.mlx_lm_config",
         "models.vision.build",
         "app.api.app",
-        "app.engine.prefix.policy",
+        "app.engine.prefix.cache",
         "app.server",
         "app.text.family",
     }

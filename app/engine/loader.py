@@ -41,8 +41,7 @@ from app.engine.memory_profile import (
 )
 from app.engine.policy import SchedulerLimits, count_slots
 from app.engine.precision import avoid_float16, widen_if_too_large
-from app.engine.prefix.cache import PrefixCache
-from app.engine.prefix.policy import PrefixCacheConfig, create_prefix_cache
+from app.engine.prefix.cache import PrefixCache, PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens
 from app.engine.thread import EngineLoop
 from app.engine.weights import ProgressCallback, list_parameters, open_model, read_weights

@@ -22,8 +22,7 @@ from typing import Protocol, cast
 from app.core.images import ImagePixels, ImageSpan, is_row_id
 from app.core.jobs import Job
 from app.engine.image_cache import FeatureLease
-from app.engine.prefix.cache import Lease, ShiftingLease
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.cache import Lease, ShiftingLease, common_prefix_length
 from app.engine.sampling.logprobs import PromptLogprob
 from app.engine.sampling.sampler import SamplerState
 from app.grammar.compiler import Matcher

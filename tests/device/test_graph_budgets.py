@@ -19,7 +19,7 @@ import pytest
 from app.core.jobs import Ended, Job, Token
 from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
-from app.engine.prefix import radix_node
+from app.engine.prefix import radix_tree
 from models import qwen3_next
 from models.base import Model
 from models.gated_delta_metal import gated_delta_on_metal
@@ -228,9 +228,9 @@ def test_an_admission_waits_once_and_an_end_never(shallow: Model) -> None:
 
 def test_an_end_waits_once_per_256_mb(shallow: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a smaller bound, because these layers are small."""
-    assert radix_node.MAX_COPY_BYTES == 256 << 20
+    assert radix_tree.MAX_COPY_BYTES == 256 << 20
     bound = 40_000
-    monkeypatch.setattr(radix_node, "MAX_COPY_BYTES", bound)
+    monkeypatch.setattr(radix_tree, "MAX_COPY_BYTES", bound)
     loop = make_loop(shallow, 2, chunk=64)
     head = make_prompt(100, 1)
     for name, length in (("long", 12), ("short", 4)):

@@ -13,7 +13,7 @@ import pytest
 
 from app.core.jobs import GetPrefixSnapshot
 from app.engine.loop import Loop
-from app.engine.prefix import radix_node
+from app.engine.prefix import radix_tree
 from models import architectures
 from models.cpu_layout import apply_cpu_layout
 from tests import tiny
@@ -87,7 +87,7 @@ def test_large_layers_are_settled_in_groups(monkeypatch: pytest.MonkeyPatch) -> 
     layer_bytes = end_of_second(requests_with_a_shared_head(deep_model())) // LAYERS
     assert layer_bytes > 0
     loop = requests_with_a_shared_head(deep_model())
-    monkeypatch.setattr(radix_node, "MAX_COPY_BYTES", 3 * layer_bytes)
+    monkeypatch.setattr(radix_tree, "MAX_COPY_BYTES", 3 * layer_bytes)
     with count_waits(monkeypatch) as waits:
         end_of_second(loop)
     assert waits == [2 * 3] * (LAYERS // 3 - 1)

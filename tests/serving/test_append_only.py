@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.core.requests import Message
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.cache import common_prefix_length
 from tests.engine.prefix.harness import begin, feed, prefill
 from tests.engine.prefix.radix_content import cache_of
 from tests.text.families.rows import template

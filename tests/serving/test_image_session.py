@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from app.core.jobs import Job
 from app.core.settings import Settings
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.cache import common_prefix_length
 from app.runners.dispatcher import RequestStream
 from app.runners.thread_runner import ThreadRunner
 from tests import tiny_vision

@@ -1,13 +1,22 @@
-"""The interface of prefix caches and of the leases of their layer caches.
+"""The interface of prefix caches and of the leases of their layer caches, the selection of a prefix
+cache by name, and the functions that all of them share.
 
-Knows: token IDs, layer caches as `LayerKV`. Must not know: implementations, tensors, requests.
+Knows: token IDs, layer caches as `LayerKV`, the arguments of every prefix cache. Must not know: any
+implementation, settings, the scheduler.
+
+`--cache` names a module of this package. It has a function `create_cache(config)` that returns a
+`PrefixCache`. The name must also be listed in `app.core.settings.CachePolicy`, which defines the
+values of the option.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol, TypeVar
 
 from app.core.context_shift import ShiftResult
 from app.core.jobs import CacheMiss, PrefixSnapshot
+from models.kv import LayerCache
 from models.layer_cache import LayerKV
 
 Layer = TypeVar("Layer", bound=LayerKV)
@@ -160,3 +169,69 @@ class PrefixCache(Protocol[Layer_co]):
         """Returns up to `max_nodes` of the most recently used prefixes. The time depends on this
         number, and not on the size of the cache."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheConfig:
+    """The arguments of a prefix cache policy.
+
+    make_kv: creates the empty caches of all layers.
+    evaluate: evaluates lazy caches, and waits for them.
+    dispatch: starts to evaluate lazy caches, and does not wait.
+    alignment: prefix lengths are multiples of this number of tokens.
+    num_slots: the maximum number of running sequences.
+    context: the maximum number of positions in a sequence.
+    multi_user: whether a prompt may reuse the prefix of a busy slot.
+    """
+
+    make_kv: Callable[..., Sequence[LayerCache]]
+    evaluate: Callable[[Sequence[LayerCache]], None]
+    dispatch: Callable[[Sequence[LayerCache]], None]
+    alignment: int
+    num_slots: int
+    context: int
+    multi_user: bool
+
+
+def create_prefix_cache(policy: str, config: PrefixCacheConfig) -> PrefixCache[LayerCache]:
+    return import_module(f"{__package__}.{policy}").create_cache(config)
+
+
+def can_trim_to(kv: Sequence[Layer], length: int) -> bool:
+    return all(layer.can_trim(layer.offset - length) for layer in kv)
+
+
+def trim_to(kv: Sequence[Layer], length: int) -> None:
+    for layer in kv:
+        layer.trim(layer.offset - length)
+
+
+def usable_length(length: int, alignment: int, atomic: Sequence[tuple[int, int]]) -> int:
+    """Returns the largest multiple of the alignment that is at most `length` and not inside a range
+    [start, end) of `atomic`."""
+    while True:
+        length -= length % alignment
+        inside = next((start for start, end in atomic if start < length < end), None)
+        if inside is None:
+            return length
+        length = inside
+
+
+def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:
+    """Returns the number of leading tokens that `a` shares with `b` from position `offset` on.
+
+    Uses bisection. Slices are compared in C, and each token is compared at most three times. A
+    prompt of 32,000 tokens takes about half a millisecond, while a Python loop would take several
+    milliseconds.
+    """
+    # Invariant: the first `low` tokens are equal, the first `high` are not.
+    low, high = 0, min(len(a), len(b) - offset)
+    if a[:high] == b[offset : offset + high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[offset + low : offset + middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -20,13 +20,14 @@ from itertools import compress, groupby
 from typing import Generic
 
 from app.core.jobs import CacheMiss, PrefixSnapshot
-from app.engine.prefix.cache import Layer
-from app.engine.prefix.matching import usable_length
-from app.engine.prefix.policy import PrefixCacheConfig
+from app.engine.prefix.cache import Layer, PrefixCacheConfig, usable_length
 from app.engine.prefix.radix_match import PrefixMatch, match_prefix
-from app.engine.prefix.radix_node import KVStore, LayerEvaluation, RadixNode
-from app.engine.prefix.radix_snapshot import take_radix_snapshot
-from app.engine.prefix.radix_tree import RadixTree
+from app.engine.prefix.radix_tree import (
+    KVStore,
+    LayerEvaluation,
+    RadixNode,
+    RadixTree,
+)
 from models.kv import LayerCache
 
 # turn ends near the end of a prompt that get a checkpoint
@@ -195,7 +196,7 @@ class RadixPrefixCache(Generic[Layer]):
         self._tree.check()
 
     def snapshot(self, max_nodes: int) -> PrefixSnapshot:
-        return take_radix_snapshot(self._tree, max_nodes)
+        return self._tree.take_snapshot(max_nodes)
 
     def publish(
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, checkpoint: bool

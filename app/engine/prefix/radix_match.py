@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from app.core.jobs import CacheMiss
-from app.engine.prefix.cache import Layer
-from app.engine.prefix.matching import usable_length
-from app.engine.prefix.radix_node import KVStore, RadixNode
-from app.engine.prefix.radix_tree import RadixTree
+from app.engine.prefix.cache import Layer, usable_length
+from app.engine.prefix.radix_tree import KVStore, RadixNode, RadixTree
 
 # The number of cached tokens after the point of divergence that a cache miss reports.
 _MISS_IDS_SHOWN = 8

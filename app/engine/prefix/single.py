@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from typing import Generic
 
 from app.core.jobs import CacheMiss, PrefixNode, PrefixSnapshot
-from app.engine.prefix.cache import Layer
-from app.engine.prefix.matching import can_trim_to, common_prefix_length, trim_to, usable_length
-from app.engine.prefix.policy import PrefixCacheConfig
+from app.engine.prefix.cache import (
+    Layer,
+    PrefixCacheConfig,
+    can_trim_to,
+    common_prefix_length,
+    trim_to,
+    usable_length,
+)
 from models.kv import LayerCache
 
 # The number of cached tokens after the point of divergence that a cache miss reports.

@@ -1,7 +1,7 @@
 """Checks of the content of the radix cache."""
 
 from app.engine.prefix.radix import RadixPrefixCache
-from app.engine.prefix.radix_node import RadixNode
+from app.engine.prefix.radix_tree import RadixNode
 from tests.engine.prefix.layers import FakeLayer, layers
 
 Cache = RadixPrefixCache[FakeLayer]

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine.prefix.cache import Lease
-from app.engine.prefix.matching import common_prefix_length
+from app.engine.prefix.cache import Lease, common_prefix_length
 from app.engine.prefix.radix import RadixPrefixCache
 from tests.engine.prefix.contract import *  # noqa: F403  # the suite that every policy passes
 from tests.engine.prefix.contract import (

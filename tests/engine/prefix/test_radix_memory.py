@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from app.engine.prefix import radix_node
+from app.engine.prefix import radix_tree
 from app.engine.prefix.cache import Lease
 from tests.engine.prefix.contract import (
     ALL,
@@ -141,7 +141,7 @@ def test_a_store_shrinks_without_waiting_unless_it_is_large(
 ) -> None:
     """Its layers used to be copied one by one, and each one waited for the device."""
     for limit, groups in ((1 << 30, 0), (2 * PER_POSITION, 2)):
-        monkeypatch.setattr(radix_node, "MAX_COPY_BYTES", limit)
+        monkeypatch.setattr(radix_tree, "MAX_COPY_BYTES", limit)
         waits, dispatches = list[int](), list[int]()
         cache = cache_of(
             "kkkkkk",

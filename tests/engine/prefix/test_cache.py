@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.prefix.matching import common_prefix_length, usable_length
+from app.engine.prefix.cache import common_prefix_length, usable_length
 
 Ids = st.lists(st.integers(0, 1), max_size=20).map(tuple)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.engine import memory_pressure
+from app.engine import wired_memory
 from app.engine.memory_policy import MemoryPressure
-from app.engine.memory_pressure import classify_free_memory, read_macos_pressure, read_pressure
+from app.engine.wired_memory import classify_free_memory, read_macos_pressure, read_pressure
 
 # sysctlbyname(3) with one known name, as on macOS: it fails for another name or size
 SYSCTL = """
@@ -51,7 +51,7 @@ def test_a_system_without_the_level_has_no_pressure(
 ) -> None:
     ctypes.c_int.in_dll(library, "level").value = 4
     assert read_macos_pressure(library) is MemoryPressure.CRITICAL
-    monkeypatch.setattr(memory_pressure, "_LEVEL_NAME", b"another")
+    monkeypatch.setattr(wired_memory, "_LEVEL_NAME", b"another")
     assert read_macos_pressure(library) is MemoryPressure.NORMAL
 
 
@@ -73,6 +73,6 @@ def test_free_memory_is_classified(free: int, expected: str) -> None:
 def test_linux_reads_the_machine_or_the_container(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_pressure.sys, "platform", "linux")
-    monkeypatch.setattr(memory_pressure, "read_machine_memory", lambda: (30, 1000))
+    monkeypatch.setattr(wired_memory.sys, "platform", "linux")
+    monkeypatch.setattr(wired_memory, "read_machine_memory", lambda: (30, 1000))
     assert read_pressure() is MemoryPressure.WARNING

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from app.engine.prefix.radix_snapshot import take_radix_snapshot
 from tests.engine.prefix.contract import History, begin, evaluate, prefill, random_operations
 from tests.engine.prefix.radix_content import Cache, assert_consistent, cache_of
 
@@ -13,7 +12,7 @@ def assert_matches_tree(cache: Cache, max_nodes: int) -> None:
     """The snapshot has the shape of the tree, as far as it reaches."""
     tree = cache._tree
     every_node = tree.root.subtree()[1:]
-    snapshot = take_radix_snapshot(tree, max_nodes)
+    snapshot = tree.take_snapshot(max_nodes)
     assert snapshot.total_nodes == len(every_node)
     assert len(snapshot.nodes) == min(max_nodes, len(every_node))
     shown = tree.recently_used(max_nodes)
