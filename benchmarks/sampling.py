@@ -23,8 +23,8 @@ from app.core.settings import Settings
 from app.engine.loader import load
 from app.engine.loop import Loop
 from app.engine.sampling import sampler
-from app.engine.sampling.fused import can_fuse
 from app.engine.sampling.logprobs import compute_logprobs, compute_logprobs_with_mlx
+from app.engine.sampling.sampler import can_fuse
 from app.grammar.compiler import GrammarCompiler
 from benchmarks import client, random_model
 

@@ -1,7 +1,7 @@
-"""Computes embeddings with a model that also generates text: pools the hidden states of token IDs
-into one vector per input.
+"""Embedding jobs in progress, and their computation with a model that also generates text: the
+hidden states of token IDs are pooled into one vector per input.
 
-Knows: the model as a function, embedding jobs, borrowed memory. Must not know:
+Knows: the model as a function, embedding jobs and their results, borrowed memory. Must not know:
 sequences, sampling, scheduling.
 
 Jobs are scheduled round-robin, one forward pass at a time. A forward pass never has more tokens
@@ -20,6 +20,7 @@ positions, from which the embeddings are computed.
 """
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,20 +28,114 @@ import mlx.core as mx
 
 from app.core.requests import EmbedJob, EmbedResult
 from app.core.units import pluralize
-from app.engine.embed_queue import (
-    EmbedQueue,
-    EmbedTask,
-    TaskInput,
+from app.engine.memory_profile import MemoryProfile
+from app.engine.pooler import (
+    EmbeddingHead,
     pool_hidden_states,
     pooling_weights,
     scores_to_bytes,
     vectors_to_bytes,
 )
-from app.engine.embedding_head import EmbeddingHead
-from app.engine.memory_profile import MemoryProfile
 from app.engine.scheduler import Scheduler
 from models.base import Model
 from models.kv import LayerCache
+
+# The number of layer caches that exist at the same time if nothing else references them: one cache
+# is read while the next one is created.
+_LAYERS_ALIVE = 2
+
+_FAILED = "the engine failed while processing this request"
+_INVALID_OUTPUT = (
+    "the model produced NaN or infinite hidden states: its weights or its "
+    "quantization may be corrupt"
+)
+
+
+class EmbedTask:
+    """A job in progress.
+
+    pending_inputs: the indices of the inputs that are not embedded yet, shortest first.
+    isolated: whether the inputs must run in separate forward passes, because an earlier pass that
+        was shared with other jobs failed.
+    """
+
+    def __init__(self, job: EmbedJob) -> None:
+        self.job = job
+        self.pending_inputs = deque(
+            sorted(range(len(job.inputs)), key=lambda i: len(job.inputs[i]))
+        )
+        self.vectors: dict[int, bytes] = {}
+        self.isolated = False
+
+    @property
+    def next_length(self) -> int:
+        return len(self.job.inputs[self.pending_inputs[0]])
+
+
+# an input of a task, by its index
+TaskInput = tuple[EmbedTask, int]
+
+
+class EmbedQueue:
+    """The embedding jobs of one engine.
+
+    tasks: in scheduling order.
+    exceptions: the number of failed forward passes since startup.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: deque[EmbedTask] = deque()
+        self.exceptions = 0
+        self._ended: list[EmbedResult] = []
+
+    @property
+    def idle(self) -> bool:
+        return not (self.tasks or self._ended)
+
+    def submit(self, job: EmbedJob) -> None:
+        self.tasks.append(EmbedTask(job))
+
+    def cancel(self, job: str) -> None:
+        """Removes a job. Does nothing if the job has already ended."""
+        for task in [task for task in self.tasks if task.job.id == job]:
+            self.tasks.remove(task)
+
+    def drain(self) -> tuple[EmbedResult, ...]:
+        """Returns the results of the jobs that ended since the last call."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def store(self, inputs: Sequence[TaskInput], vectors: Sequence[bytes | None]) -> None:
+        """Stores the vectors of a forward pass. A job ends with its last vector, or with an error
+        if a vector is None. Inputs of jobs that have ended are ignored."""
+        for (task, index), vector in zip(inputs, vectors, strict=True):
+            task.isolated = False
+            if task not in self.tasks:  # cancelled, or failed by another of its inputs
+                continue
+            if vector is None:
+                self._end(task, error=_INVALID_OUTPUT)
+                continue
+            task.vectors[index] = vector
+            if len(task.vectors) == len(task.job.inputs):
+                self._end(task)
+
+    def fail(self, inputs: Sequence[TaskInput]) -> None:
+        """Handles a failed forward pass with these inputs. If the inputs belong to one job, it ends
+        with an error. Otherwise, all inputs are recomputed, with a separate pass for each job."""
+        self.exceptions += 1
+        tasks = {task for task, _ in inputs}
+        if len(tasks) == 1:
+            for task in tasks & set(self.tasks):
+                self._end(task, error=_FAILED)
+            return
+        for task, index in reversed(inputs):
+            task.isolated = True
+            task.pending_inputs.appendleft(index)
+
+    def _end(self, task: EmbedTask, *, error: str | None = None) -> None:
+        self.tasks.remove(task)
+        vectors = () if error else tuple(task.vectors[i] for i in range(len(task.job.inputs)))
+        self._ended.append(EmbedResult(job_id=task.job.id, vectors=vectors, error=error))
 
 
 class LongInput:
@@ -64,10 +159,6 @@ log = logging.getLogger(__name__)
 # The maximum number of inputs in one forward pass. Even a short input allocates a full step of
 # positions (models/kv.py) in the cache of every layer.
 MAX_ROWS = 16
-
-# The number of layer caches that exist at the same time if nothing else references them: one cache
-# is read while the next one is created.
-_LAYERS_ALIVE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,15 +29,8 @@ from app.core.jobs import (
 )
 from app.core.requests import EmbedJob
 from app.engine.device import detect_backend
-from app.engine.embed_queue import (
-    EmbedQueue,
-    EmbedTask,
-    TaskInput,
-    pool_hidden_states,
-    pooling_weights,
-    vectors_to_bytes,
-)
-from app.engine.embedding_head import EmbeddingHead
+from app.engine.embedder import EmbedQueue, EmbedTask, TaskInput
+from app.engine.pooler import EmbeddingHead, pool_hidden_states, pooling_weights, vectors_to_bytes
 from app.grammar.compiler import Matcher
 from models.cpu_layout import get_activation_bits
 from models.encoder import Encoder, split_inputs

@@ -18,9 +18,9 @@ from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.core.units import format_bytes
 from app.engine.adapters import open_adapters
+from app.engine.decode_slab import SlabPolicy
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
-from app.engine.embedding_head import load_embedding_head, load_gguf_embedding_head
 from app.engine.encoder_loop import EncoderLoop
 from app.engine.fit import (
     TYPICAL_SEQUENCE_LENGTH,
@@ -31,7 +31,6 @@ from app.engine.fit import (
     raise_unless_fits,
 )
 from app.engine.known_answers import check_model_on_gpu
-from app.engine.kv_layout import SlabPolicy
 from app.engine.loop import Loop
 from app.engine.memory_policy import MemoryRules, choose_pool_limit, choose_rules
 from app.engine.memory_profile import (
@@ -40,6 +39,7 @@ from app.engine.memory_profile import (
     profile_memory,
 )
 from app.engine.policy import SchedulerLimits, count_slots
+from app.engine.pooler import load_embedding_head, load_gguf_embedding_head
 from app.engine.precision import avoid_float16, widen_if_too_large
 from app.engine.prefix.cache import PrefixCache, PrefixCacheConfig, create_prefix_cache
 from app.engine.sampling.sampler import local_tokens

@@ -54,12 +54,11 @@ from app.core.jobs import (
 from app.core.requests import EmbedJob
 from app.core.units import pluralize
 from app.engine.adapters import Adapters
-from app.engine.decode_slab import create_decode_slab
+from app.engine.decode_slab import DEFAULT_SLAB_POLICY, SlabPolicy, create_decode_slab
 from app.engine.device import detect_backend
 from app.engine.embedder import Embedder
 from app.engine.image_cache import ImageFeatureCache
 from app.engine.image_encoder import ImageEncoder
-from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.memory_budget import MemoryBudget
 from app.engine.memory_policy import MemoryRules
 from app.engine.memory_profile import MemoryProfile
@@ -74,9 +73,8 @@ from app.engine.outputs import EngineCounters, OutputProcessor
 from app.engine.policy import PendingPrompt, SchedulerLimits
 from app.engine.prefix.cache import PrefixCache
 from app.engine.sampling.sampler import local_tokens
-from app.engine.scheduler import Scheduler
+from app.engine.scheduler import Scheduler, StepPacing
 from app.engine.sequence import Sequence, ShiftLayers
-from app.engine.step_pacing import StepPacing
 from app.engine.wired_memory import MemoryDevice
 from app.grammar.compiler import Matcher
 from models import architectures

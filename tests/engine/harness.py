@@ -17,7 +17,7 @@ from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.requests import EmbedJob, EmbedResult
 from app.core.sampling_params import SamplingParams
 from app.engine.adapters import Adapters
-from app.engine.kv_layout import DEFAULT_SLAB_POLICY, SlabPolicy
+from app.engine.decode_slab import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.loop import Loop
 from app.engine.memory_profile import profile_memory
 from app.engine.policy import SchedulerLimits

@@ -20,7 +20,7 @@ import mlx.core as mx
 import pytest
 
 import models
-from app.engine.kv_layout import SlabPolicy
+from app.engine.decode_slab import SlabPolicy
 from models.base import Model
 from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests import tiny

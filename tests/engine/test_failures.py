@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 
 from app.core.jobs import Ended
-from app.engine.decode_slab import DecodeSlab
-from app.engine.kv_layout import SlabPolicy
+from app.engine.decode_slab import DecodeSlab, SlabPolicy
 from app.engine.loop import Loop
 from app.engine.sequence import Sequence
 from models.base import select_all

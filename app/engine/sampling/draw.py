@@ -8,7 +8,7 @@ Every array has one row per sequence, and every stage operates on rows independe
 `SamplingMethod` of a row determines how the row is computed, and depends only on the row's own
 settings. The result is therefore independent of the other rows in the batch.
 
-This module uses MLX's operations, for a GPU. On the CPU, app/engine/sampling/fused.py draws the
+This module uses MLX's operations, for a GPU. On the CPU, app/engine/sampling/sampler.py draws the
 same tokens. Each filter keeps the most likely tokens down to a threshold. The methods therefore
 need only a few tokens instead of a filtered copy of the vocabulary:
 

@@ -28,7 +28,7 @@ _CONFIG_FILES = frozenset(
         INDEX,
     }
 )
-# the modules of sentence-transformers (app/serving/pooling_config.py, app/engine/embedding_head.py)
+# the modules of sentence-transformers (app/serving/pooling_config.py, app/engine/pooler.py)
 _EMBEDDING_FILES = re.compile(
     r"modules\.json|\d_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)"
 )

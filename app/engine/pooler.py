@@ -1,24 +1,35 @@
-"""What sentence-transformers applies to pooled hidden states: dense layers and the norm.
+"""From hidden states to embeddings: pooling, the dense layers of sentence-transformers, the norm.
 
-Knows: modules.json and the folders that it lists, as saved by sentence-transformers 5, and that a
-GGUF file may have dense layers. Must not know: pooling, jobs, models.
+Knows: hidden states, modules.json and the folders that it lists, as saved by sentence-transformers
+5, and that a GGUF file may have dense layers. Must not know: jobs, models.
+
+The poolings are weighted sums over positions. Rows of different poolings can therefore share a
+batch, and an input can be split into several chunks. For "mean", the weight of each position is 1 /
+length. For "cls" and "last", the weight of the first or last position is 1 and all other weights
+are 0. Sources: Reimers and Gurevych 2019 (arXiv:1908.10084) for the mean over all tokens, including
+special tokens; Devlin et al. 2018 (arXiv:1810.04805) for the first token; Neelakantan et al. 2022
+(arXiv:2201.10005) for the last token; Kusupati et al. 2022 (arXiv:2205.13147) for embeddings that
+may be truncated to their first dimensions.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import read_embedding_modules
-from app.engine.embed_queue import normalize
+from app.core.requests import PoolingType
 from app.engine.weights import open_shard
 from models.gguf.reader import GGUFError
 from models.gguf.weights import read_dense_layers
+
+# The epsilon of torch.nn.functional.normalize, which the reference implementations use.
+_MIN_NORM = 1e-12
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
@@ -30,6 +41,54 @@ _ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "GELU": nn.gelu,
     "SiLU": nn.silu,
 }
+
+
+def pooling_weights(pooling: PoolingType, length: int, start: int, width: int) -> list[float]:
+    """Returns the pooling weights of `width` positions, beginning at position `start` of an input
+    with `length` tokens. Positions after the end of the input have weight 0."""
+    if pooling == "mean":
+        here = max(0, min(width, length - start))
+        return [1 / length] * here + [0.0] * (width - here)
+    chosen = 0 if pooling == "cls" else length - 1
+    return [float(start + place == chosen) for place in range(width)]
+
+
+def pool_hidden_states(hidden: mx.array, weights: mx.array) -> mx.array:
+    """Pools hidden states [B, L, D] with weights [B, L]. Returns [B, D] in float32. Positions with
+    weight 0 may contain any value, including NaN."""
+    weights = weights[..., None]
+    return mx.sum(mx.where(weights > 0, weights * hidden.astype(mx.float32), 0), axis=1)
+
+
+def normalize(vectors: mx.array, dimensions: Sequence[int | None]) -> mx.array:
+    """Scales each row of [B, D] to unit length. Before that, all but the first `dimensions`
+    elements of a row are set to zero (None keeps all). Zero vectors stay zero."""
+    width = vectors.shape[-1]
+    kept = mx.array([[width if count is None else count] for count in dimensions])
+    cut = mx.where(mx.arange(width) < kept, vectors, 0)
+    # Dividing by the maximum first prevents overflow when the values are squared.
+    largest = mx.max(mx.abs(cut), axis=-1, keepdims=True)
+    cut = cut / mx.where(largest > 0, largest, 1)
+    return cut / mx.maximum(mx.linalg.norm(cut, axis=-1, keepdims=True), _MIN_NORM)
+
+
+def vectors_to_bytes(vectors: mx.array, dimensions: Sequence[int | None]) -> list[bytes | None]:
+    """Returns the first `dimensions` values of each row (None for all) as little-endian float32.
+    MLX supports only little-endian machines. Returns None for a row that contains NaN or infinity.
+    Waits for the device."""
+    width = vectors.shape[-1]
+    sound = cast(list[bool], mx.all(mx.isfinite(vectors), axis=-1).tolist())
+    # MLX's type stubs lack the buffer protocol.
+    view = memoryview(cast(Any, mx.contiguous(vectors))).cast("B")
+    return [
+        bytes(view[4 * width * row : 4 * (width * row + (count or width))]) if sound[row] else None
+        for row, count in enumerate(dimensions)
+    ]
+
+
+def scores_to_bytes(scores: mx.array) -> bytes | None:
+    """Returns scores [N] like `vectors_to_bytes`."""
+    return vectors_to_bytes(scores[None].astype(mx.float32), [None])[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

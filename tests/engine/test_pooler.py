@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.engine.embedding_head import load_embedding_head, load_gguf_embedding_head
+from app.engine.pooler import load_embedding_head, load_gguf_embedding_head
 from tests import tiny_encoder
 from tests.models.encoder_reference import draw_tensor
 from tests.models.gguf.encoders import DENSE_SHAPES, write_embedding_gemma
