@@ -1,7 +1,7 @@
 """The slab layout: the keys and values of several sequences in one buffer per layer.
 
 Knows: buffers, slots, the layer caches whose positions are copied. Must not know: sequences,
-requests, which rows share a slab and when (app/engine/kv_layout.py, app/engine/decode_slab.py).
+requests, which rows share a slab and when (app/engine/decode_slab.py, app/engine/decode_slab.py).
 
     slot 0   [ positions of a row ............. | zeros      ]
     slot 1   [ positions of another row .. | zeros           ]     masked by the length of each row

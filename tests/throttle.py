@@ -16,7 +16,7 @@ _SITECUSTOMIZE = """
 import os, time
 from app.core.jobs import LoadProgress
 from app.engine.loop import Loop
-from app.engine.step_pacing import StepPacing
+from app.engine.scheduler import StepPacing
 from app.engine.thread import EngineThread
 
 step, run_loop, count_rounds = Loop.step, EngineThread._run_loop, StepPacing.count_next

@@ -26,6 +26,8 @@ from app.text.syntax.reader import OnText, Reader, Resumable
 
 T = TypeVar("T")
 
+THINK_TAGS = ReasoningTags(open="<think>", close="</think>")
+
 # one Lark literal, which is a JSON string, and several of them
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LITERALS = re.compile(rf"(?:\s*{_LITERAL.pattern})*\s*")
@@ -42,8 +44,9 @@ class ChatFamily:
     that it does not. markers: the parts of the syntax that may be special tokens. Special
     tokens are hidden unless they are listed here. call_markers: the markers that start calls,
     after which `parse_call` is used. content_prefix, content_suffix: the required text before
-    and after content that is not a call. reasoning_separator: the required text between the
-    reasoning and the following part. plain_without_tools: whether the whole output is content
+    and after content that is not a call. reasoning: the reasoning tags, if they do not depend on
+    the template. reasoning_separator: the required text between the reasoning and the following
+    part. plain_without_tools: whether the whole output is content
     if there are no tools and no reasoning.
     """
 
@@ -53,6 +56,7 @@ class ChatFamily:
     call_markers: tuple[str, ...] = ()
     content_prefix: str = ""
     content_suffix: str = ""
+    reasoning: ReasoningTags | None = None
     reasoning_separator: str = ""
     plain_without_tools: bool = False
 
@@ -69,7 +73,7 @@ class ChatFamily:
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         """Returns the reasoning tags of models with this template, or None if they do not
         reason."""
-        return ReasoningTags(open="<think>", close="</think>") if "</think>" in template else None
+        return self.reasoning or (THINK_TAGS if THINK_TAGS.close in template else None)
 
     def make_call_id(self, index: int) -> str | None:
         """Returns an ID for the call at `index` if the template requires a specific ID format and

@@ -24,7 +24,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.images import Image, PlacedImage, join_parts, split_parts
 from app.core.requests import Message, Tool, ToolCall
 from app.images.plan import ImagePlan, ImageProcessor
-from app.text.edited_text import EditedText
+from app.text.generated_turns import EditedText
 
 # private-use characters: a name begins and ends with different ones, so that no text around it can
 # be a part of it

@@ -24,7 +24,7 @@ from app.core.settings import ModelSettings, Settings
 from app.core.thread_pools import ThreadPools
 from app.engine.loop import Loop
 from app.engine.model_info import complete_config
-from app.engine.step_pacing import StepPacing
+from app.engine.scheduler import StepPacing
 from app.http.api_keys import Keyring
 from app.runners.pool import ModelPool
 from app.runners.thread_runner import ThreadRunner

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from app.core.jobs import Ended, Job, Token
-from app.engine.kv_layout import SlabPolicy
+from app.engine.decode_slab import SlabPolicy
 from app.engine.loop import Loop
 from app.engine.prefix import radix_tree
 from models import qwen3_next

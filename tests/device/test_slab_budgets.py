@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.core.jobs import Token
-from app.engine.kv_layout import SlabPolicy
+from app.engine.decode_slab import SlabPolicy
 from app.engine.loop import Loop
 from models.base import Model
 from tests.device import models

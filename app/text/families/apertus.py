@@ -31,9 +31,7 @@ class Family(MarkedFamily):
     call_markers = (_CALLS,)
     call_close = _CALLS_END
     markers = (_CALLS, _CALLS_END, _THOUGHT, _THOUGHT_END)
-
-    def reasoning_tags(self, template: str) -> ReasoningTags | None:
-        return ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)
+    reasoning = ReasoningTags(open=_THOUGHT, close=_THOUGHT_END)
 
     def parse_output(
         self,

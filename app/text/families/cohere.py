@@ -46,12 +46,10 @@ class _Cohere(MarkedFamily):
     content_prefix = "<|START_RESPONSE|>"
     content_suffix = "<|END_RESPONSE|>"
     markers = (_THINKING, _THINKING_END, _ACTION, _ACTION_END, content_prefix, content_suffix)
+    reasoning = ReasoningTags(open=_THINKING, close=_THINKING_END)
 
     def matches(self, template: str) -> bool:
         return _ACTION in template and self.content_prefix in template
-
-    def reasoning_tags(self, template: str) -> ReasoningTags | None:
-        return ReasoningTags(open=_THINKING, close=_THINKING_END)
 
     def parse_marked(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]

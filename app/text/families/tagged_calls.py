@@ -11,13 +11,45 @@ differ in the tags only.
 
 Knows: the tags. Must not know: the parser and the grammar of tagged calls.
 
-Sources: the chat templates of these models, and MiniMax's guide to the tool calls of M2.
+Sources: the chat templates of these models, MiniMax's guide to the tool calls of M2, and DeepSeek's
+encoding of V3.2 (`encoding_dsv32.py`, published with the weights).
 """
 
 from app.grammar.constraint import ReasoningTags
-from app.text.syntax.dsml import DSML_MARKER, build_dsml_tags
+from app.text.syntax.parameter_types import STRING_TYPE, JsonTypes
 from app.text.syntax.tagged_calls import CallTags
 from app.text.syntax.tagged_family import TaggedFamily
+
+_DSML = "｜DSML｜"
+
+
+def _build_dsml_tags(calls: str) -> CallTags:
+    """DeepSeek's tags since V3.2. The attribute `string` distinguishes text from JSON. If it
+    contradicts the tool's schema, the schema takes precedence, because the caller validates the
+    arguments against the schema. calls: the name of the tag around all calls."""
+    return CallTags(
+        before=f"<{_DSML}{calls}>",
+        after=f"</{_DSML}{calls}>",
+        begin=f'<{_DSML}invoke name="',
+        name_end='">',
+        end=f"</{_DSML}invoke>",
+        key_begin=f'<{_DSML}parameter name="',
+        key_ends={
+            '" string="true">': _narrow_to_string,
+            '" string="false">': _narrow_to_json,
+            '">': None,
+        },
+        value_end=f"</{_DSML}parameter>",
+        grouped=True,
+    )
+
+
+def _narrow_to_string(types: JsonTypes | None) -> JsonTypes | None:
+    return STRING_TYPE if types is None else (types & STRING_TYPE or types)
+
+
+def _narrow_to_json(types: JsonTypes | None) -> JsonTypes | None:
+    return None if types is None else (types - STRING_TYPE or types)
 
 
 def _build_keyed_tags(prefix: str) -> CallTags:
@@ -75,14 +107,14 @@ _SEED_OSS = _build_function_tags("seed:tool_call", values_on_own_lines=False)
 
 FAMILIES = {
     "deepseek_v32": TaggedFamily(
-        build_dsml_tags("function_calls"),
-        template_marks=(DSML_MARKER, "function_calls>"),
-        markers=(DSML_MARKER,),
+        _build_dsml_tags("function_calls"),
+        template_marks=(_DSML, "function_calls>"),
+        markers=(_DSML,),
     ),
     "deepseek_v4": TaggedFamily(
-        build_dsml_tags("tool_calls"),
-        template_marks=(DSML_MARKER, "tool_calls>"),
-        markers=(DSML_MARKER,),
+        _build_dsml_tags("tool_calls"),
+        template_marks=(_DSML, "tool_calls>"),
+        markers=(_DSML,),
     ),
     # GLM 4.5 and later, and Poolside's Laguna; GLM 4.7 and later omit the line breaks
     "glm": TaggedFamily(

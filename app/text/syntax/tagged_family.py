@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.family import ChatFamily
+from app.text.family import THINK_TAGS, ChatFamily
 from app.text.syntax.json_calls import build_call_expression
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.parameter_types import (
@@ -232,7 +232,7 @@ class TaggedFamily(ChatFamily):
         self.call_tags = tags
         self.call_markers = tags.start_markers
         self.template_marks = tuple(template_marks)
-        self._reasoning = reasoning or ReasoningTags(open="<think>", close="</think>")
+        self._reasoning = reasoning or THINK_TAGS
         self.markers = (*markers, self._reasoning.open, self._reasoning.close)
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.sampling import sampler
-from app.engine.sampling.fused import FusedState
 from app.engine.sampling.logprobs import compute_logprobs, compute_logprobs_with_mlx
-from app.engine.sampling.sampler import SamplerBatch, SamplerState
+from app.engine.sampling.sampler import FusedState, SamplerBatch, SamplerState
 from app.engine.sampling.stages import StageInput
 from models import kernels
 from tests.engine.sampling.cases import SETTINGS, make_state, pack_bits, row_output, to_list

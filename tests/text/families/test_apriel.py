@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
-from app.text.families.apriel import Family
+from app.text.families.json_calls import FAMILIES
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -18,7 +18,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["apriel"]
 TAGS = ReasoningTags(open="Here are my reasoning steps:", close="[BEGIN FINAL RESPONSE]")
 TEMPLATES = ("Apriel-1.6-15b-Thinker-fixed.jinja", "unsloth-Apriel-1.5.jinja")
 MARKERS = (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from app.text.families.function_gemma import Family
+from app.text.families.gemma import FAMILIES
 from tests.text.families.reading import (
     check_row,
     check_text,
@@ -16,7 +16,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import ANY, mlx_lm, ollama, select_rows
 from tests.text.families.walking import NOW, TYPES, WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["function_gemma"]
 TOOLS = (WEATHER, NOW)
 
 EXCLUDED = {

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from app.text.families.functionary_v31 import Family
+from app.text.families.functionary import FAMILIES
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -16,7 +16,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["functionary_v31"]
 TEMPLATE = "meetkai-functionary-medium-v3.1.jinja"
 MARKERS = ("<function=", "</function>", "<|python_tag|>")
 

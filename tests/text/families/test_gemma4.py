@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from app.text.families.gemma4 import Family
+from app.text.families.gemma import FAMILIES
 from tests.rows import rows
 from tests.text.families.reading import (
     check_prose,
@@ -28,7 +28,7 @@ from tests.text.families.walking import (
     spell,
 )
 
-FAMILY = Family()
+FAMILY = FAMILIES["gemma4"]
 TOOLS = (WEATHER, NOW)
 TAGS = FAMILY.reasoning_tags("<|channel>")
 

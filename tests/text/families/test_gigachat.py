@@ -2,12 +2,12 @@
 
 from hypothesis import given
 
-from app.text.families.gigachat import Family
+from app.text.families.json_calls import FAMILIES
 from tests.text.families.reading import check_prose, check_row, check_text, mixtures, prose
 from tests.text.families.rows import llamacpp, roundtrip, select_rows
 from tests.text.families.walking import TOOLS, WEATHER, check_spelling, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["gigachat"]
 TEMPLATE = "GigaChat3-10B-A1.8B.jinja"
 MARKERS = ("<|message_sep|>",)
 TURN = "<|message_sep|>\n\nfunction call<|role_sep|>\n"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.grammar.constraint import ReasoningTags
-from app.text.families.granite import Family
+from app.text.families.json_calls import FAMILIES
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -19,7 +19,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import llamacpp, select_rows, templates
 from tests.text.families.walking import TOOLS, WEATHER, Walk, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["granite"]
 TAGS = ReasoningTags(open="<think>", close="</think>")
 TEMPLATE = "ibm-granite-granite-3.3-2B-Instruct.jinja"
 MARKERS = ("<|tool_call|>", "<tool_call>", "<think>", "</think>", "<response>", "</response>")

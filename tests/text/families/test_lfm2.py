@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from app.text.families.lfm2 import Family
+from app.text.families.python_calls import FAMILIES
 from tests.text.families.reading import (
     check_prose,
     check_row,
@@ -18,7 +18,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import ANY, llamacpp, mlx_lm, ollama, select_rows, template
 from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["lfm2"]
 TOOLS = (WEATHER, NOW)
 TAGS = FAMILY.reasoning_tags("")
 

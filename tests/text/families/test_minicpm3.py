@@ -2,7 +2,7 @@
 
 from hypothesis import given
 
-from app.text.families.minicpm3 import Family
+from app.text.families.python_calls import FAMILIES
 from tests.text.families.reading import (
     check_prose,
     check_text,
@@ -15,7 +15,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import template
 from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["minicpm3"]
 TOOLS = (WEATHER, NOW)
 TAGS = FAMILY.reasoning_tags("")
 

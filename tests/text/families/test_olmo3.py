@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from app.text.families.olmo3 import Family
+from app.text.families.python_calls import FAMILIES
 from tests.text.families.reading import (
     check_row,
     check_text,
@@ -16,7 +16,7 @@ from tests.text.families.reading import (
 from tests.text.families.rows import ANY, ollama, select_rows
 from tests.text.families.walking import FORMS, NOW, TYPES, WEATHER, check_walks
 
-FAMILY = Family()
+FAMILY = FAMILIES["olmo3"]
 TOOLS = (WEATHER, NOW)
 TAGS = FAMILY.reasoning_tags("</think>")
 

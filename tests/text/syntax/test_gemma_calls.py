@@ -4,11 +4,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from app.core.requests import Tool
-from app.text.families.gemma4 import Family
-from app.text.syntax.gemma_grammar import build_gemma_grammar
+from app.text.families.gemma import FAMILIES
+from app.text.syntax.gemma_calls import build_gemma_grammar
 from tests.rows import rows
 from tests.text.families.walking import Walk, arguments_of, check_walks, grammar, spell
 
+FAMILY = FAMILIES["gemma4"]
 QUOTE = '<|"|>'
 
 SUPPORTED = {
@@ -78,24 +79,27 @@ def tool(parameters):
 
 @pytest.mark.parametrize("parameters", SUPPORTED.values(), ids=SUPPORTED)
 def test_grammar_output_satisfies_the_schema(parameters):
-    check_walks(Family(), [tool(parameters)], times=10, endings=(QUOTE,))
+    check_walks(FAMILY, [tool(parameters)], times=10, endings=(QUOTE,))
 
 
 @rows("schema", LEFT_TO_JSON.values(), ids=LEFT_TO_JSON)
 def test_unsupported_schemas_are_left_to_json(schema):
     for parameters in ({"properties": {"a": schema}}, {"properties": {"a": {"items": schema}}}):
         tools = [tool({**parameters, "required": ["a"]})]
-        assert Family().build_tool_call_grammar(tools, spell, arguments_of) is None
+        assert FAMILY.build_tool_call_grammar(tools, spell, arguments_of) is None
 
 
 @pytest.mark.parametrize("keyword", ["anyOf", "minProperties", "dependentRequired"])
 def test_keywords_of_the_object_are_left_to_json(keyword):
-    assert Family().build_tool_call_grammar([tool({keyword: []})], spell, arguments_of) is None
+    assert (
+        FAMILY.build_tool_call_grammar([tool({keyword: []})], spell, arguments_of)
+        is None
+    )
 
 
 def test_each_optional_parameter_may_be_left_out():
     parameters = SUPPORTED["only optional parameters"]
-    walk = Walk(Family(), [tool(parameters)])
+    walk = Walk(FAMILY, [tool(parameters)])
     for inside in ("", "a:true", "b:true", "c:true", "a:true,c:false", "a:true,b:true,c:true"):
         assert walk.accepts(f"<|tool_call>call:f{{{inside}}}<tool_call|>"), inside
     for inside in ("b:true,a:true", "a:true,", ",a:true", "a:true b:true"):

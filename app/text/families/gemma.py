@@ -1,5 +1,7 @@
-"""Gemma 4 writes tool calls in its own notation. It writes reasoning in channels, which may occur
-at any position.
+"""FunctionGemma and Gemma 4 write tool calls in Gemma's notation, between tags. Gemma 4 writes
+reasoning in channels, which may occur at any position.
+
+    <start_function_call>call:get_weather{city:<escape>Oslo<escape>}<end_function_call>
 
     <|channel>thought
     I think…<channel|><|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_response>
@@ -7,21 +9,20 @@ at any position.
 Knows: these tokens, the label of a reasoning channel. Must not know: the parser of the notation
 (`app/text/syntax/gemma_calls.py`).
 
-Source: the chat template of Gemma 4, and Google's documentation of its prompt format.
+Sources: Google's documentation of FunctionGemma's formatting and of Gemma 4's prompt format, and
+the chat template of Gemma 4.
 """
 
 from collections.abc import Sequence
 
 from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
-from app.text.syntax.gemma_calls import GemmaCallParser
-from app.text.syntax.gemma_grammar import build_gemma_grammar
+from app.text.syntax.gemma_calls import GemmaCallParser, build_gemma_grammar
 from app.text.syntax.json_calls import CallOutcome
 from app.text.syntax.marked_calls import MarkedFamily
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
 
-_OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
 _LABEL = "thought"
 
@@ -29,11 +30,45 @@ _LABEL = "thought"
 _RESPONSE = "<|tool_response>"
 
 
-class Family(MarkedFamily):
-    template_marks = (f"{_OPEN}call:",)
-    call_markers = (_OPEN,)
-    call_close = _CLOSE
-    markers = (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END, _RESPONSE)
+class _GemmaFamily(MarkedFamily):
+    """open, close: the tags around a call. quote: the token around strings."""
+
+    open: str
+    close: str
+    quote: str
+
+    def parse_marked(
+        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
+    ) -> Resumable[CallOutcome]:
+        calls = GemmaCallParser(quote=self.quote, close=self.close, tools=tools)
+        return (yield from calls.parse(reader, output))
+
+    def build_tool_call_grammar(
+        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
+    ) -> ToolCallGrammar | None:
+        return build_gemma_grammar(
+            tools,
+            literal,
+            json_schema,
+            open=self.open,
+            close=self.close,
+            quote=self.quote,
+        )
+
+
+class _FunctionGemma(_GemmaFamily):
+    open, close, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    template_marks = call_markers = (open,)
+    call_close = close
+    markers = (open, close, quote)
+
+
+class _Gemma4(_GemmaFamily):
+    open, close, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    template_marks = (f"{open}call:",)
+    call_markers = (open,)
+    call_close = close
+    markers = (open, close, quote, _CHANNEL, _CHANNEL_END, _RESPONSE)
 
     def reasoning_tags(self, template: str) -> ReasoningTags | None:
         if _CHANNEL not in template:
@@ -70,18 +105,8 @@ class Family(MarkedFamily):
             else:
                 yield from self.parse_call(reader, output, tools, mark, output.add_content)
 
-    def parse_marked(
-        self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
-    ) -> Resumable[CallOutcome]:
-        calls = GemmaCallParser(quote=_QUOTE, close=_CLOSE, tools=tools)
-        return (yield from calls.parse(reader, output))
 
-    def build_tool_call_grammar(
-        self, tools: Sequence[Tool], literal: MakeLiteral, json_schema: MakeJsonSchema
-    ) -> ToolCallGrammar | None:
-        return build_gemma_grammar(
-            tools, literal, json_schema, open=_OPEN, close=_CLOSE, quote=_QUOTE
-        )
+FAMILIES = {"function_gemma": _FunctionGemma(), "gemma4": _Gemma4()}
 
 
 def _skip_label(reader: Reader) -> Resumable[None]:
