@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from app import store
 from app.commands.pull import resolve_or_download
 from app.config.options import OPTIONS
-from app.config.sources import find_state_folder
+from app.config.precedence import find_state_folder
 from app.config.toml_edit import ConfigFile
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles

@@ -7,8 +7,13 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.bench.client import RequestRecord, StreamedRequest, make_stream_body
-from app.bench.http_client import ConnectionPool, ServerAddress
+from app.bench.client import (
+    ConnectionPool,
+    RequestRecord,
+    ServerAddress,
+    StreamedRequest,
+    make_stream_body,
+)
 
 TIMEOUT = 1200.0
 

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from app.bench.client import StreamedRequest, make_stream_body
-from app.bench.http_client import ConnectionPool, ServerAddress
+from app.bench.client import ConnectionPool, ServerAddress, StreamedRequest, make_stream_body
 
 Body = Mapping[str, Any]
 

@@ -198,7 +198,7 @@ THIRD_PARTY_PACKAGES: Mapping[str, frozenset[str]] = {
     "app.observability.otel_tracing": frozenset({"opentelemetry"}),
     "app.bench": frozenset(),
     "app.prove": frozenset(),
-    "app.bench.http_client": frozenset({"h11"}),
+    "app.bench.client": frozenset({"h11"}),
     "app.observability": frozenset(),
     "app.commands": frozenset(),
     "app.server": frozenset({"starlette", "uvicorn"}),

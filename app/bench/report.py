@@ -9,8 +9,7 @@ from html import escape
 from math import isinf
 from typing import Any
 
-from app.bench.benchmark import BenchConfig, TargetResult
-from app.bench.load import LoadLevel
+from app.bench.benchmark import BenchConfig, LoadLevel, TargetResult
 from app.bench.metrics import (
     MetricOptions,
     Values,

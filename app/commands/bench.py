@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
-from app.bench.benchmark import BenchConfig, Benchmark, BenchTarget
+from app.bench.benchmark import BenchConfig, Benchmark, BenchTarget, LoadLevel
+from app.bench.client import ServerAddress
 from app.bench.dataset import (
     DEFAULT_INPUT_LEN,
     Dataset,
@@ -23,8 +24,6 @@ from app.bench.dataset import (
     TraceDataset,
     read_trace,
 )
-from app.bench.http_client import ServerAddress
-from app.bench.load import LoadLevel
 from app.bench.metrics import LoadRecord, MetricOptions, compute_metrics
 from app.bench.report import BenchReport, format_value
 from app.commands.servers import get_api_key, get_server_url

@@ -24,7 +24,7 @@ from app.commands.chat_client import ChatMessage, ChatOptions, stream_chat
 from app.commands.chat_commands import ChatCommands, ChatState, find_image_path
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
-from app.config.sources import find_state_folder
+from app.config.precedence import find_state_folder
 from app.core.errors import AppError
 from app.core.terminal import print_message
 

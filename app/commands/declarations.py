@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.config import flags, value_types
+from app.config import command_line, value_types
 from app.config.command_line import CommandLineParser, Examples, make_argparse_type
 from app.config.precedence import ResolvedConfig, resolve_config
 
@@ -39,11 +39,11 @@ class Command:
 
 
 def _resolve_config(arguments: argparse.Namespace) -> ResolvedConfig:
-    return resolve_config(flags.collect_flags(arguments), arguments.config, os.environ)
+    return resolve_config(command_line.collect_flags(arguments), arguments.config, os.environ)
 
 
 def _add_serve_arguments(parser: CommandLineParser) -> None:
-    flags.add_setting_flags(parser)
+    command_line.add_setting_flags(parser)
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
@@ -89,7 +89,7 @@ def _add_run_arguments(parser: CommandLineParser) -> None:
     group.add_argument(
         "--no-history", action="store_true", help="keep no typed lines for the next chat"
     )
-    flags.add_setting_flags(
+    command_line.add_setting_flags(
         parser,
         "a model name, and then the prompt (default: the first model of the running server, or the "
         "built-in model; without a prompt, a chat)",
@@ -144,7 +144,7 @@ def _add_launch_arguments(parser: CommandLineParser) -> None:
     parser.add_argument(
         "--print", action="store_true", help="print the settings of the program and do not run it"
     )
-    flags.add_setting_flags(
+    command_line.add_setting_flags(
         parser,
         "a folder, org/name on the Hugging Face hub, or an Ollama model name (default: the first "
         "model of the running server, or the built-in model)",
@@ -225,7 +225,7 @@ LIST = Command(
 
 def _add_show_arguments(parser: CommandLineParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    flags.add_setting_flags(parser)
+    command_line.add_setting_flags(parser)
 
 
 def _run_show(arguments: argparse.Namespace) -> int:
@@ -251,7 +251,7 @@ def _add_rm_arguments(parser: CommandLineParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="delete a model even if a server has loaded it"
     )
-    flags.add_address_flags(parser)
+    command_line.add_address_flags(parser)
 
 
 def _run_rm(arguments: argparse.Namespace) -> int:
@@ -295,11 +295,11 @@ CP = Command(
 
 def _add_ps_arguments(parser: CommandLineParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    flags.add_address_flags(parser)
+    command_line.add_address_flags(parser)
 
 
 def _run_ps(arguments: argparse.Namespace) -> int:
-    from app.commands.ps import list_running
+    from app.commands.loaded_models import list_running
 
     return list_running(_resolve_config(arguments).settings, as_json=arguments.json)
 
@@ -317,11 +317,11 @@ PS = Command(
 
 def _add_stop_arguments(parser: CommandLineParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="model name as in `ps`")
-    flags.add_address_flags(parser)
+    command_line.add_address_flags(parser)
 
 
 def _run_stop(arguments: argparse.Namespace) -> int:
-    from app.commands.stop import stop
+    from app.commands.loaded_models import stop
 
     return stop(arguments.model, _resolve_config(arguments).settings)
 
@@ -407,7 +407,7 @@ def _add_prove_arguments(parser: CommandLineParser) -> None:
         help="approximate length of the proof (default: 90)",
     )
     group.add_argument("--json", action="store_true", help="print JSON")
-    flags.add_setting_flags(
+    command_line.add_setting_flags(
         parser,
         "a folder, org/name on the Hugging Face hub, or an Ollama model name (default: the "
         "built-in model)",
@@ -443,7 +443,7 @@ def _add_config_arguments(parser: CommandLineParser) -> None:
     form = parser.add_mutually_exclusive_group()
     for name, use in (("json", "print JSON"), ("toml", "print a file for --config")):
         form.add_argument(f"--{name}", action="store_const", dest="form", const=name, help=use)
-    flags.add_setting_flags(parser)
+    command_line.add_setting_flags(parser)
 
 
 def _run_config(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
-"""The command line: its help in groups, and one line for each mistake that says what to do.
+"""The command line: the flags of the settings, help in groups, and one line for each mistake that
+says what to do.
 
-Knows: argparse, the flags of the settings. Must not know: what a command does, the other sources of
+Knows: argparse, the table of options. Must not know: what a command does, the other sources of
 settings.
 """
 
@@ -8,12 +9,20 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from app.config.options import OPTIONS, find_option_by_other_name
+from app.config.options import (
+    GROUPS,
+    OPTIONS,
+    Option,
+    SourcedValue,
+    SourcedValues,
+    find_option_by_other_name,
+)
 from app.config.value_types import InvalidOptionValue
 from app.core.errors import suggest
+from app.core.settings import ModelSettings
 from app.core.terminal import print_message
 
 # flags of other servers that name a model, which is an argument here
@@ -24,6 +33,14 @@ _ALIAS_FLAGS = ("--alias", "-a", "--served-model-name")
 
 Examples = Sequence[tuple[str, str]]
 """Command lines, each with its effect."""
+
+_MODELS_HELP = (
+    "a folder, org/name on the Hugging Face hub, or an Ollama model name; repeatable (default: the "
+    "built-in model)"
+)
+
+# for commands that use a server and do not listen
+_ADDRESS_HELP = {"host": "address of the server", "port": "port of the server"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,3 +286,73 @@ def _split_forwarded(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
 
 def _quote(word: str) -> str:
     return word if word.isprintable() else repr(word)
+
+
+def add_setting_flags(command: CommandLineParser, models_help: str = _MODELS_HELP) -> None:
+    """Adds the positional arguments and a flag for every setting. Flags that are not given do not
+    set an attribute, so that another source can provide the value. models_help: the help text of
+    the positional arguments."""
+    command.add_argument("models", nargs="*", metavar="MODEL", help=models_help)
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with settings; flags override environment variables, which override the "
+        "file (default: MLXRUNNER_CONFIG, else none)",
+    )
+    for group in GROUPS:
+        section = command.add_argument_group(group.title)
+        for option in group.options:
+            action = _add_flag(section.add_argument, option)
+            if not option.is_common:
+                command.hide_in_short_help(action)
+
+
+def add_address_flags(command: argparse.ArgumentParser) -> None:
+    """Adds the flags that select a running server."""
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with the server's settings (default: MLXRUNNER_CONFIG, else none)",
+    )
+    section = command.add_argument_group("running server")
+    for option in OPTIONS:
+        if option.field in _ADDRESS_HELP:
+            _add_flag(section.add_argument, replace(option, help=_ADDRESS_HELP[option.field]))
+
+
+def collect_flags(arguments: argparse.Namespace) -> SourcedValues:
+    values = {
+        option.field: SourcedValue(value=_flag_value(option, arguments), source=option.flag)
+        for option in OPTIONS
+        if hasattr(arguments, option.field)
+    }
+    if getattr(arguments, "models", None):
+        models = tuple(ModelSettings(name=name) for name in arguments.models)
+        values["models"] = SourcedValue(value=models, source="command line")
+    return values
+
+
+def _add_flag(add_argument: Callable[..., argparse.Action], option: Option) -> argparse.Action:
+    text = f"{option.help} (default: {option.format_value(option.default)})".replace("%", "%%")
+    if option.is_boolean:
+        return add_argument(
+            option.flag,
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=text,
+            dest=option.field,
+        )
+    return add_argument(
+        option.flag,
+        action="extend" if option.value_type.is_list else "store",
+        type=make_argparse_type(option.parse_text),
+        default=argparse.SUPPRESS,
+        metavar=option.value_type.metavar,
+        help=text,
+        dest=option.field,
+    )
+
+
+def _flag_value(option: Option, arguments: argparse.Namespace) -> Any:
+    value = getattr(arguments, option.field)
+    return tuple(value) if option.value_type.is_list else value

@@ -68,6 +68,19 @@ _DEFAULT_FIELDS = [one.name for one in dataclasses.fields(ModelDefaults) if one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourcedValue:
+    """A value with its source. value: the value of a field of Settings. source: describes where it
+    was set."""
+
+    value: Any
+    source: str
+
+
+SourcedValues = Mapping[str, SourcedValue]
+"""Maps field names to values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One setting, independent of the source from which it is read.
 

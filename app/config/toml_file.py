@@ -26,11 +26,12 @@ from app.config.options import (
     MODEL_OPTIONS,
     OPTIONS,
     Option,
+    SourcedValue,
+    SourcedValues,
     build_defaults,
     find_option_by_other_name,
     list_default_values,
 )
-from app.config.sources import SourcedValue, SourcedValues
 from app.config.value_types import InvalidOptionValue
 from app.core.errors import AppError, ErrorKind, suggest
 from app.core.model_files import ModelDefaults

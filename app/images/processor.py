@@ -9,8 +9,7 @@ from typing import cast
 from app.core.model_files import Json, ModelFiles
 from app.images.plan import DEFAULT_MAX_TOKENS, ImageProcessor
 from app.images.processor_settings import ProcessorSettings
-from app.images.processors.gemma3 import Gemma3Processor
-from app.images.processors.gemma4 import Gemma4Processor
+from app.images.processors.gemma import Gemma3Processor, Gemma4Processor
 from app.images.processors.lfm2_vl import Lfm2VlProcessor
 from app.images.processors.pixtral import PixtralProcessor
 from app.images.processors.qwen_vl import QwenVlProcessor

@@ -33,7 +33,7 @@ from app.serving.registry import ModelRegistry, RegisteredModel
 from app.store.hub.progress import FileProgress
 from app.store.library_names import resolve_hub_name
 from app.store.model_names import HubName, OllamaName, parse_hub_name, parse_ollama_name
-from app.store.ollama import manifest, uploads, writer
+from app.store.ollama import manifest, writer
 from app.store.ollama.create import create_model
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class InstalledModels:
         sha256 = writer.parse_digest(digest)
 
         def find() -> bool:
-            uploads.touch_upload(sha256)
+            writer.touch_upload(sha256)
             return writer.get_blob_path(sha256).is_file()
 
         return await asyncio.to_thread(find)
@@ -162,8 +162,8 @@ class InstalledModels:
             message = "another upload is running: try again when it has finished"
             raise AppError(ErrorKind.BUSY, message, code="upload_running", retry_after=10)
         async with self._upload:
-            await asyncio.to_thread(uploads.delete_unused_uploads)
-            upload = _UploadOnThread(await asyncio.to_thread(uploads.BlobUpload, sha256))
+            await asyncio.to_thread(writer.delete_unused_uploads)
+            upload = _UploadOnThread(await asyncio.to_thread(writer.BlobUpload, sha256))
             try:
                 yield upload
             finally:
@@ -172,7 +172,7 @@ class InstalledModels:
     async def _sweep(self) -> None:
         while True:
             try:
-                if count := await asyncio.to_thread(uploads.delete_unused_uploads):
+                if count := await asyncio.to_thread(writer.delete_unused_uploads):
                     log.info("deleted %d uploaded files that no model uses", count)
             except OSError as error:
                 log.warning("unused uploads cannot be deleted: %s", error)
@@ -236,7 +236,7 @@ class _UploadOnThread:
     """Runs the steps of an upload on a thread, one after another. Implements
     `app.core.ports.BlobWriter`."""
 
-    def __init__(self, upload: uploads.BlobUpload) -> None:
+    def __init__(self, upload: writer.BlobUpload) -> None:
         self._upload = upload
         self._step: asyncio.Task[None] | None = None
 

@@ -9,10 +9,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from app.bench.benchmark import BenchConfig, BenchTarget, TargetResult
-from app.bench.client import RequestError, RequestRecord
-from app.bench.http_client import ConnectionPool, ServerAddress
-from app.bench.load import LoadLevel
+from app.bench.benchmark import BenchConfig, BenchTarget, LoadLevel, TargetResult
+from app.bench.client import ConnectionPool, RequestError, RequestRecord, ServerAddress
 from app.bench.metrics import LoadRecord, MetricOptions
 from app.bench.report import BenchReport, LinePanel, draw_lines, format_value
 

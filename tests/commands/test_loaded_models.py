@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app import cli
-from app.commands.ps import RunningModel, render_running_models
+from app.commands.loaded_models import RunningModel, render_running_models
 from tests.commands.thread_server import ThreadServer, run_thread_server
 
 ADMIN = "mr-0123456789abcdef0123456789abcdef"

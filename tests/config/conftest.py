@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config import flags
+from app.config import command_line
 from app.config.command_line import CommandLineParser, parse_arguments
 from app.config.precedence import ResolvedConfig, resolve_config
 
@@ -20,11 +20,13 @@ def resolve(tmp_path: Path) -> Resolve:
         *arguments: str, environment: Mapping[str, str] | None = None, file: str | None = None
     ) -> ResolvedConfig:
         parser = CommandLineParser()
-        flags.add_setting_flags(parser)
+        command_line.add_setting_flags(parser)
         if file is not None:
             (tmp_path / "settings.toml").write_text(file, "utf-8")
             arguments = (*arguments, "--config", str(tmp_path / "settings.toml"))
         namespace = parse_arguments(parser, arguments)
-        return resolve_config(flags.collect_flags(namespace), namespace.config, environment or {})
+        return resolve_config(
+            command_line.collect_flags(namespace), namespace.config, environment or {}
+        )
 
     return run

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from app.cli import _build_parser
-from app.config import flags
+from app.config import command_line
 from app.config.command_line import parse_arguments
 from app.config.precedence import resolve_config
 from app.core.settings import Settings
@@ -17,7 +17,9 @@ def parse_serve_command(words: Sequence[str], environment: Mapping[str, str]) ->
     assert program.rpartition("/")[2] == "mlxrunner"
     assert rest[0] == "serve"
     arguments = parse_arguments(_build_parser(), rest)
-    return resolve_config(flags.collect_flags(arguments), arguments.config, environment).settings
+    return resolve_config(
+        command_line.collect_flags(arguments), arguments.config, environment
+    ).settings
 
 
 def check_start(settings: Settings, environment: Mapping[str, str]) -> Settings:

@@ -28,7 +28,7 @@ from app.engine.model_info import complete_config
 from app.serving.model_library import InstalledModels
 from app.serving.registry import ModelRegistry, build_entry
 from app.store import digests
-from app.store.ollama import uploads, writer
+from app.store.ollama import writer
 from tests import tiny
 from tests.models.gguf.raw_file import gguf as raw_gguf
 from tests.models.gguf.raw_file import text_entry
@@ -576,8 +576,8 @@ def test_uploads_that_no_model_uses_are_deleted_after_a_day(
     blobs = tmp_path / "ollama" / "blobs"
     (blobs / f"sha256-{'f' * 64}").write_bytes(b"of Ollama")
     os.utime(blobs / f"sha256-{'f' * 64}", (0, 0))
-    assert uploads.delete_unused_uploads() == 0
-    assert uploads.delete_unused_uploads(time.time() + uploads.MAX_UNUSED_SECONDS + 60) == 1
+    assert writer.delete_unused_uploads() == 0
+    assert writer.delete_unused_uploads(time.time() + writer.MAX_UNUSED_SECONDS + 60) == 1
     assert not (blobs / digest(b"unused").replace(":", "-")).exists()
     assert (blobs / f"sha256-{'f' * 64}").exists()
     assert store.resolve("poet").weight_bytes > 0

@@ -6,8 +6,7 @@ from contextlib import closing
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.store.ollama.uploads import BlobUpload
-from app.store.ollama.writer import get_blob_path
+from app.store.ollama.writer import BlobUpload, get_blob_path
 
 
 def test_the_free_space_is_checked_at_the_first_write_and_then_once_per_interval(
@@ -15,9 +14,9 @@ def test_the_free_space_is_checked_at_the_first_write_and_then_once_per_interval
 ) -> None:
     written = 0
     checks: list[int] = []
-    monkeypatch.setattr("app.store.ollama.uploads._CHECK_INTERVAL", 10)
+    monkeypatch.setattr("app.store.ollama.writer._CHECK_INTERVAL", 10)
     monkeypatch.setattr(
-        "app.store.ollama.uploads.check_disk_space", lambda _: checks.append(written)
+        "app.store.ollama.writer.check_disk_space", lambda _: checks.append(written)
     )
     with closing(BlobUpload("0" * 64)) as upload:
         for _ in range(31):

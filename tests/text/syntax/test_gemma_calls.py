@@ -91,10 +91,7 @@ def test_unsupported_schemas_are_left_to_json(schema):
 
 @pytest.mark.parametrize("keyword", ["anyOf", "minProperties", "dependentRequired"])
 def test_keywords_of_the_object_are_left_to_json(keyword):
-    assert (
-        FAMILY.build_tool_call_grammar([tool({keyword: []})], spell, arguments_of)
-        is None
-    )
+    assert FAMILY.build_tool_call_grammar([tool({keyword: []})], spell, arguments_of) is None
 
 
 def test_each_optional_parameter_may_be_left_out():

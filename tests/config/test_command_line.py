@@ -4,16 +4,15 @@ import argparse
 
 import pytest
 
-from app.config import flags
+from app.config import command_line
 from app.config.command_line import CommandLineParser, parse_arguments
-from app.config.options import OPTIONS
-from app.config.sources import SourcedValue
+from app.config.options import OPTIONS, SourcedValue
 from app.core.settings import ModelSettings
 
 
 def flags_parser() -> CommandLineParser:
     parser = CommandLineParser(allow_abbrev=False)
-    flags.add_setting_flags(parser)
+    command_line.add_setting_flags(parser)
     return parser
 
 
@@ -31,29 +30,31 @@ def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_flag_that_is_not_given_leaves_the_setting_to_other_sources():
-    assert flags.collect_flags(parse("")) == {}
+    assert command_line.collect_flags(parse("")) == {}
 
 
 def test_the_source_of_a_setting_is_its_flag():
-    assert flags.collect_flags(parse("--port 9")) == {
+    assert command_line.collect_flags(parse("--port 9")) == {
         "port": SourcedValue(value=9, source="--port")
     }
 
 
 def test_a_switch_can_be_turned_on_and_off():
-    assert flags.collect_flags(parse("--pull"))["pull"].value is True
-    assert flags.collect_flags(parse("--no-pull"))["pull"].value is False
-    assert flags.collect_flags(parse("--pull --no-pull"))["pull"].value is False
+    assert command_line.collect_flags(parse("--pull"))["pull"].value is True
+    assert command_line.collect_flags(parse("--no-pull"))["pull"].value is False
+    assert command_line.collect_flags(parse("--pull --no-pull"))["pull"].value is False
 
 
 def test_a_list_flag_can_be_repeated_or_comma_separated():
-    values = flags.collect_flags(parse("--cors-origin https://a --cors-origin https://b,https://c"))
+    values = command_line.collect_flags(
+        parse("--cors-origin https://a --cors-origin https://b,https://c")
+    )
     assert values["cors_origins"].value == ("https://a", "https://b", "https://c")
 
 
 @pytest.mark.parametrize("line", ["a b --port 9", "a --port 9 b", "--port 9 a b", "a --pull b"])
 def test_model_names_may_come_between_flags(line: str):
-    assert flags.collect_flags(parse(line))["models"].value == (
+    assert command_line.collect_flags(parse(line))["models"].value == (
         ModelSettings(name="a"),
         ModelSettings(name="b"),
     )

@@ -1,6 +1,8 @@
-"""`mlxrunner ps`: lists the models that the running server has loaded.
+"""`mlxrunner ps` and `mlxrunner stop`: lists the models that the running server has loaded, and
+unloads one.
 
-Knows: the layout of the table. Must not know: why a model is loaded or unloaded.
+Knows: the layout of the table, the name under which a model is served. Must not know: why a model
+is loaded or unloaded, what unloading it does.
 """
 
 import json
@@ -10,7 +12,14 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from app.commands.servers import RunningServer, is_loaded, require_server
+from app.commands.servers import (
+    RunningServer,
+    find_configured,
+    find_served_name,
+    is_loaded,
+    require_server,
+)
+from app.core.errors import AppError, ErrorKind, suggest
 from app.core.settings import Settings
 from app.core.units import format_bytes, format_duration
 
@@ -93,3 +102,24 @@ def _render_until(row: RunningModel, now: float) -> str:
         return "forever"
     clock = datetime.fromtimestamp(row.expires_at).strftime("%H:%M:%S")
     return f"{clock} (in {format_duration(max(row.expires_at - now, 0))})"
+
+
+def stop(name: str, settings: Settings) -> int:
+    """Unloads a model and returns the exit status. Its running requests fail. Raises AppError if no
+    server is running, it does not serve the model, or the key in the environment is not an
+    admin key."""
+    server = require_server(settings, "stop")
+    cards = server.list_models()
+    served = find_served_name(cards, find_configured(settings, name))
+    if served is None:
+        listed = ", ".join(cards) or "no model"
+        raise AppError(
+            ErrorKind.MODEL_NOT_FOUND,
+            f"the server at {server.url} does not serve {name}, but {listed}{suggest(name, cards)}",
+        )
+    if not is_loaded(cards[served]):
+        print(f"{served} is not loaded")
+        return 0
+    server.send("POST", "/v1/models/unload", {"model": served})
+    print(f"{served} is unloaded")
+    return 0
