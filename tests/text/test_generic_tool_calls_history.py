@@ -6,7 +6,7 @@ import pytest
 
 from app.core.errors import AppError
 from app.core.requests import Message, ToolCall
-from app.text.families import granite, harmony, lfm2
+from app.text.families import harmony
 from app.text.family import ChatFamily, load_families
 from app.text.generic_tool_calls import inline_tool_calls
 from app.text.syntax.output_parser import ToolCallArguments, ToolCallStart
@@ -14,6 +14,8 @@ from tests.text.families.rows import template
 from tests.text.templates import USER, WEATHER, build_prompt, calls, make_prompt_builder, result
 
 HERMES = load_families()["hermes"]
+GRANITE = load_families()["granite"]
+LFM2 = load_families()["lfm2"]
 MISTRAL_V13 = load_families()["mistral_v13"]
 QWEN_CODER = load_families()["qwen_coder"]
 GIGACHAT_31 = load_families()["gigachat_31"]
@@ -23,7 +25,7 @@ TWO = (
 )
 
 
-@pytest.mark.parametrize("family", [HERMES, granite.Family(), lfm2.Family(), MISTRAL_V13])
+@pytest.mark.parametrize("family", [HERMES, GRANITE, LFM2, MISTRAL_V13])
 def test_rendered_calls_are_parsed_back(family: ChatFamily) -> None:
     text = family.render_calls(TWO)
     assert text is not None
@@ -42,7 +44,7 @@ def test_calls_are_rendered_in_the_syntax_of_the_model() -> None:
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     )
-    assert lfm2.Family().render_calls(TWO) == (
+    assert LFM2.render_calls(TWO) == (
         '<|tool_call_start|>[get_weather(city="Os\\"lo", in=[1, None, True]), now()]'
         "<|tool_call_end|>"
     )
@@ -71,7 +73,7 @@ def test_arguments_that_are_not_an_object_are_rejected_with_their_param() -> Non
     call = ToolCall(id="a", name="now", arguments="[1]")
     turn = Message(role="assistant", content=None, tool_calls=(call,))
     with pytest.raises(AppError) as caught:
-        inline_tool_calls([USER, turn], lfm2.Family(), keep_results=True)
+        inline_tool_calls([USER, turn], LFM2, keep_results=True)
     assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
 
 
