@@ -1,6 +1,7 @@
 """Fixtures for all tests, and the selection of cases that keeps the suite short."""
 
 import gc
+import importlib
 import inspect
 import logging
 import os
@@ -8,6 +9,8 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,49 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of n workers, each imports another n-th of the test files first. Every worker collects all
+    tests. Without bytecode, each would rewrite the assertions of all files, which takes longer than
+    everything else that a collection does. In this order, it finds the bytecode that the others
+    have written.
+
+    Nothing is garbage during the collection, so searching for it would only take time."""
+    config = session.config
+    if config.pluginmanager.hasplugin("dsession"):
+        return  # the controller collects nothing
+    gc.disable()
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    first = int(worker["workerid"].removeprefix("gw"))
+    for file in _list_test_files(config)[first :: worker["workercount"]]:
+        name = ".".join(file.relative_to(config.rootpath).with_suffix("").parts)
+        # the collection imports it again, and reports its error or that it is skipped
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
+
+
+def _list_test_files(config: pytest.Config) -> Sequence[Path]:
+    """The files that pytest will collect, in the same order in each worker."""
+    files: set[Path] = set()
+    for argument in config.args:
+        path = (config.invocation_params.dir / argument.partition("::")[0]).resolve()
+        files.update(_find_test_files(path) if path.is_dir() else [path])
+    return sorted(
+        file
+        for file in files
+        if not config.hook.pytest_ignore_collect(collection_path=file, config=config)
+    )
+
+
+def _find_test_files(folder: Path) -> Iterator[Path]:
+    """Not those of programs that are installed below tests/, which are no packages."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if Path(parent, name, "__init__.py").exists()]
+        yield from (Path(parent, name) for name in names if fnmatch(name, "test_*.py"))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Does not import a file that has no test of the tier."""
     tier = config.getoption("--tier")
@@ -259,6 +305,7 @@ def choose_cases(cases: Sequence[Mapping[str, int]]) -> frozenset[int]:
 def pytest_collection_finish() -> None:
     """Excludes the collected tests from garbage collection. Tests that stop an engine or measure
     memory collect explicitly, which takes half a second with nine thousand tests in memory."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
