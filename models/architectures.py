@@ -90,9 +90,10 @@ def build(
     weights: the tensors, with the names of the original checkpoint, of MLX or of Ollama's store.
     Their packing is inferred from the tensors and not from the config. Formats of other quantizers
     are converted (models/published_formats.py). bits: the number of bits to which unquantized
-    weights of the text model are quantized; None leaves them unchanged. blocks: of weights from a
-    GGUF file, which are used if the CPU kernels are. vision: whether to build the vision tower, if
-    models/vision/ supports it and the checkpoint contains it. processor: preprocessor_config.json.
+    weights of the text model are quantized; None leaves them unchanged. blocks: the blocks of
+    weights from a GGUF file, which are used if the CPU kernels are. vision: whether to build the
+    vision tower, if models/vision/ supports it and the checkpoint contains it. processor:
+    preprocessor_config.json.
 
     Raises ModelError for an unsupported architecture or quantization, for a missing config key, and
     for a tensor that is missing, unexpected, or has a wrong shape or type; if it is one of the

@@ -55,8 +55,8 @@ class _RecurrentRow(Protocol):
 
 
 class BatchKVCache:
-    """The attention caches of a batch. positions: of the new token of each row, [B]; see
-    `models.kv.AttentionCache`."""
+    """The attention caches of a batch. positions: the position of each row's new
+    token, [B]; see `models.kv.AttentionCache`."""
 
     def __init__(self, rows: Sequence[AttentionRow], positions: mx.array) -> None:
         self._rows = rows
@@ -107,7 +107,8 @@ class PackedKVCache:
     """The attention caches of several sequences, each with several new positions. The layer gets
     all positions as rows, so it needs no padding.
 
-    lengths: the number of new positions of each sequence. positions: of each row, [T]; see
+    lengths: the number of new positions of each sequence. positions: the position of each
+    row, [T]; see
     `models.kv.AttentionCache`.
     """
 

@@ -96,7 +96,7 @@ class QuantizedExpertLinear(QuantizedStack):
 
 
 class Experts(nn.Module):
-    """Gated MLPs, of which each token uses the selected experts."""
+    """Gated MLPs. Each token uses the experts that are selected for it."""
 
     # the experts' outputs are added before the all-reduce, so that ranks sum only one row per token
     shard_spec: ClassVar[ShardSpec] = replace(MLP_SHARDS, partial_sum=True)
@@ -142,8 +142,8 @@ class Experts(nn.Module):
 
 
 class SparseMoeBlock(nn.Module):
-    """Qwen's mixture of experts: a softmax over all experts, of which the top `top_k` are used. In
-    some models, a shared expert with its own gate also processes every token.
+    """Qwen's mixture of experts: a softmax over all experts selects the top `top_k`. In some
+    models, a shared expert with its own gate also processes every token.
 
     Parameter names: gate, switch_mlp, shared_expert, shared_expert_gate.
     """

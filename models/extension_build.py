@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-# Without the prefix of settings: it is no option.
+# It lacks the prefix of settings because it is not an option.
 VARIABLE = "_MLXRUNNER_EXTENSION"
 
 FOLDER = Path(__file__).with_name("kernels")

@@ -263,8 +263,9 @@ def _is_causal_and_depthwise(layer: Any) -> bool:
 class _Trial:
     """How the caller uses a class, as found by forward passes that evaluate nothing.
 
-    traits: of the attention layers. selects: whether positions can be selected before the output
-    layer. batches: whether a pass over several sequences is possible. Without a trial, nothing is.
+    traits: those of the attention layers. selects: whether positions can be selected before the
+    output layer. batches: whether a pass over several sequences is possible. Without a trial,
+    nothing is.
     """
 
     traits: Sequence[AttentionTrait]
@@ -274,8 +275,8 @@ class _Trial:
 
 def _subclass_model(classes: _ModelClasses, heads: int, window: int | None, *, tied: bool) -> Any:
     """Returns mlx-lm's class with our interface. The result is a subclass, so that parameters keep
-    their checkpoint names. heads: the number of query heads. window: of all layers; None if the
-    class creates its caches."""
+    their checkpoint names. heads: the number of query heads. window: the window of all layers; None
+    if the class creates its caches."""
     base, cache = classes.model, _import_cache()
 
     class MlxLmModel(base):

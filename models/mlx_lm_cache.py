@@ -85,7 +85,7 @@ def make_attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 class _MlxLmKVMixin(KVBuffers):
-    """The methods that mlx-lm's two kinds of attention caches share. trait: of their layer."""
+    """The methods that mlx-lm's two kinds of attention caches share. trait: their layer's."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -352,8 +352,8 @@ class MlxLmLayerCache:
 
 
 class MlxLmBatchKV:
-    """The attention caches of one layer, for one new position of several sequences. offset: of the
-    sequences, [B]."""
+    """The attention caches of one layer, for one new position of several sequences. offset: the
+    sequences' offsets, [B]."""
 
     def __init__(self, rows: Sequence[Any], offsets: mx.array) -> None:
         self._rows = rows
@@ -398,7 +398,7 @@ class MlxLmBatchKV:
 
 @dataclass(frozen=True, slots=True)
 class MlxLmBatch:
-    """The caches of one layer, for several sequences. offsets: of the sequences, [B]."""
+    """The caches of one layer, for several sequences. offsets: the sequences', [B]."""
 
     rows: Sequence[MlxLmLayerCache]
     offsets: mx.array

@@ -129,7 +129,7 @@ class _ReadKeys(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassKeys:
-    """The config keys that a class of mlx-lm uses. name: of its module. arguments: the fields of
+    """The config keys that a class of mlx-lm uses. name: its module's. arguments: the fields of
     its dataclasses. required: the arguments without a default. used: the keys that its source text
     contains outside the declarations of fields. activations: the activations that it names."""
 

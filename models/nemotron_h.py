@@ -139,7 +139,7 @@ class SquaredReluMLP(nn.Module):
 
 
 class Experts(experts.Experts):
-    """MLPs without gates, of which each token uses the selected experts."""
+    """MLPs without gates. Each token uses the experts that are selected for it."""
 
     shard_spec: ClassVar[ShardSpec] = replace(
         MLP_SHARDS, column_parallel=("up_proj",), partial_sum=True
@@ -243,7 +243,7 @@ class MambaBlock(Mamba2Half, Block):
 
 
 class Backbone(decoder.Backbone):
-    """Layers of which only some have a cache."""
+    """Layers. Only some of them have a cache."""
 
     layers: list[Block]
 

@@ -61,7 +61,7 @@ _OTHERS = (
     "weight_zero_point",
 )
 
-# the suffix of the scales of a tensor that is no module, as of fused experts
+# the suffix of the scales of a tensor that is not a module, as of fused experts
 _TENSOR_SCALE = "_scale_inv"
 
 # the scales of activations and of the KV cache, which stay unquantized
@@ -354,7 +354,7 @@ def _read_groups(module: _Module, part: str, inputs: int, groups: int) -> mx.arr
         return None
     if indices.shape != (inputs,) or not ((indices >= 0) & (indices < groups)).all().item():
         raise module.error(part, f"does not assign {inputs} inputs to {groups} groups")
-    # In a file without content, which is written to estimate the memory, all numbers are 0.
+    # A placeholder file, written to estimate the memory, contains only zeros.
     if not module.settings.has_act_order and not indices.any().item():
         return None
     if inputs % groups == 0:

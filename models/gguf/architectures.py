@@ -517,8 +517,8 @@ def _read_image_axes(metadata: Metadata) -> Config:
 
 
 def _read_gated_delta(metadata: Metadata) -> Config:
-    """Qwen3-Next and Qwen3.5. The projections of a Qwen3-Next are stored separately, as those of a
-    Qwen3.5, of which it is a special case."""
+    """Qwen3-Next and Qwen3.5. The projections of a Qwen3-Next are stored separately, like those of
+    a Qwen3.5; it is a special case of Qwen3.5."""
     heads = metadata.integer("ssm.time_step_rank")
     inner = metadata.integer("ssm.inner_size")
     rotated, size = (

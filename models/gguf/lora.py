@@ -27,7 +27,7 @@ _REORDERED = ".linear_attn."
 
 
 def read_lora_weights(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, LoraFactors]:
-    """Reads the factors of an adapter, by the name of our module. config: of the text model. Raises
+    """Reads the factors of an adapter, by the name of our module. config: the text model's. Raises
     GGUFError for a file that is not such an adapter, ModelError for tensors that are not supported,
     and the errors of `UnreadTensors.read`."""
     alpha = _read_alpha(file)

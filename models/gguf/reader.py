@@ -8,7 +8,7 @@ tensors, MLX.
 The header is hostile input: each count and length is compared with the size of the file and with a
 limit before anything of that size is allocated or iterated. The header is validated such that code
 that reads the tensors can rely on it: each tensor lies in the file and overlaps no other tensor.
-Strings in arrays, of which a vocabulary has hundreds of thousands, are decoded on demand.
+Strings in arrays are decoded on demand, because a vocabulary has hundreds of thousands.
 """
 
 import hashlib

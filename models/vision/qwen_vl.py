@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class _Merger(nn.Module):
-    """Merges squares of patches into image rows. norm: of each patch."""
+    """Merges squares of patches into image rows. norm: the norm of each patch."""
 
     def __init__(self, norm: Layer, width: int, feature_size: int) -> None:
         super().__init__()
@@ -84,7 +84,8 @@ class _Merger(nn.Module):
 
 
 class Qwen2Tower(VisionTower):
-    """The tower of Qwen2-VL and Qwen2.5-VL. norm: of the merger. feature_size: of an image row."""
+    """The tower of Qwen2-VL and Qwen2.5-VL. norm: the
+    merger's. feature_size: the width of an image row."""
 
     # the two layers of the merger are numbers in checkpoints
     _NAMES = tuple(

@@ -104,8 +104,8 @@ class Block(nn.Module):
 class SiglipTower(VisionTower):
     """The base class of towers with this encoder.
 
-    merge_size: see `VisionTower`. prefixes: of the encoder's names in checkpoints, and of other
-    modules, with their replacements.
+    merge_size: see `VisionTower`. prefixes: the prefixes of the encoder's and of other modules'
+    names in checkpoints, with their replacements.
     """
 
     prefixes: ClassVar[Sequence[tuple[str, str]]] = ()

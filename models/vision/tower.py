@@ -70,9 +70,9 @@ class VisionTower(nn.Module):
     """The base class of towers.
 
     channels_last: the order of the values of a patch, see `make_patches`. patch_size: the side of a
-    patch in pixels. merge_size: see the module. heads, kv_heads, head_dim, scale: of attention.
-    inner_size: the largest width of an intermediate result for a patch. tile_size: the side of all
-    tiles in pixels, or None if they may have any size.
+    patch in pixels. merge_size: see the module. heads, kv_heads, head_dim, scale: those of
+    attention. inner_size: the largest width of an intermediate result for a patch. tile_size: the
+    side of all tiles in pixels, or None if they may have any size.
     """
 
     channels_last: ClassVar[bool] = False
