@@ -100,7 +100,7 @@ def test_each_command_is_valid(command: str) -> None:
 def test_each_file_of_deploy_is_named() -> None:
     files = (ROOT / "deploy/README.md").read_text("utf-8").split("\n## Files\n")[1]
     for file in (ROOT / "deploy").iterdir():
-        if file.name not in ("README.md", "secrets", ".env"):
+        if file.name not in ("README.md", "secrets", ".env", "__pycache__"):
             assert f"[{file.name}" in files or f"`{file.name}/`" in files, file.name
 
 

@@ -216,7 +216,6 @@ def test_nested_values_are_bounded() -> None:
         ({"model_type": "jamba", "num_experts": 4}, "normalizes the weights of experts"),
         ({"model_type": "mamba2", "n_groups": 8}, "normalizes all groups together"),
         ({"model_type": "dots1", "scoring_func": "softmax"}, "sets scoring_func"),
-        ({"model_type": "deepseek_v2", "scoring_func": "sigmoid"}, "sets scoring_func"),
     ],
 )
 def test_a_class_that_computes_something_else_is_refused(

@@ -53,6 +53,7 @@ KV_TOLERANCES = {mx.bfloat16: 0.1, mx.float16: 0.02}
 # Architectures whose logits are equal only up to rounding: those with two forms of a computation,
 # and those that run in mlx-lm's classes, where the kernels replace only layers with weights.
 TWO_WAYS = (
+    "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
     "kimi_k2",
