@@ -32,6 +32,7 @@ from benchmarks import (
     frames,
     grammars,
     graph,
+    image_answers,
     image_streams,
     image_towers,
     kv_layouts,
@@ -152,6 +153,7 @@ OTHER_REPORTS: dict[str, Callable[[], str]] = {
     "frames": frames.report,
     "images": image_streams.report,
     "towers": image_towers.report,
+    "first-image": image_answers.report,
 }
 CHOICES = [*MEASUREMENTS, *MODEL_REPORTS, *OTHER_REPORTS, "delivery", "start", "soak"]
 

@@ -4,8 +4,10 @@ Each family has four blocks of a published tower and four layers of a text model
 weights, saved by transformers. Ours is a real server: the clock begins when the request is sent, so
 it counts base64, HTTP, the decoder process and the cache. mlx-vlm runs in its own process without
 HTTP: it counts transformers' image processor, the tower and the prompt. Each round has another
-photo, so that neither side has seen it. `MLX_VLM` is a Python with mlx-vlm, torch and transformers;
-its MLX uses OpenBLAS if it is installed, because the wheel contains only the reference BLAS.
+photo, so that neither side has seen it. Then, while an image of 1,024 tokens is encoded for one
+client of Qwen3-VL, the delays of another client's tokens are measured over HTTP. `MLX_VLM` is a
+Python with mlx-vlm, torch and transformers; its MLX uses OpenBLAS if it is installed, because the
+wheel contains only the reference BLAS.
 """
 
 import base64
@@ -16,7 +18,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +39,9 @@ from tests.images import models
 from tests.server_process import ServerProcess, run_server
 
 ROUNDS = 3
+
+# tokens of the stream before the image is sent
+NUM_ALONE = 300
 WORKER = Path(__file__).with_name("image_answers_worker.py")
 QUESTION = "What does this picture show? Answer in one sentence."
 
@@ -226,6 +233,7 @@ def compare(python: str, name: str, folder: Path) -> str:
         text=True,
     )
     try:
+        delays = ""
         with run_server(str(folder)) as server:
             ours, theirs, num_equal, num_tokens = list[Any](), list[Any](), 0, 0
             for number in range(ROUNDS + 1):  # the first one warms up
@@ -238,13 +246,16 @@ def compare(python: str, name: str, folder: Path) -> str:
                 num_equal += decode(name, token) == text
                 ours.append(found)
                 theirs.append(others)
+            if name == "qwen3_vl":
+                photo.write_bytes(make_photo(1024, ROUNDS + 1))
+                delays = measure_delays(server, photo)
     finally:
         worker.kill()
         worker.wait()
     ours_median, theirs_median = take_medians(ours), take_medians(theirs)
     ratios = [a / b for a, b in zip(ours_median, theirs_median, strict=True)]
     row = [f"{wall:5.2f} ({cpu:5.2f})" for wall, cpu in (ours_median, theirs_median, ratios)]
-    return f"{name:10}  {num_tokens:13}  {'  '.join(row)}  {num_equal} of {ROUNDS + 1}"
+    return f"{name:10}  {num_tokens:13}  {'  '.join(row)}  {num_equal} of {ROUNDS + 1}{delays}"
 
 
 def take_medians(rounds: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -357,6 +368,40 @@ def make_ids(name: str, photo: Path, folder: Path) -> list[int]:
     mark = make_template(name).split("'image' %}")[1].split("{%")[0]
     text = f"user: {mark}{QUESTION}assistant: ".replace(processor.mark, plan.text, 1)
     return make_tokenizer(name).encode(text, add_special_tokens=False).ids
+
+
+def measure_delays(server: ServerProcess, photo: Path) -> str:
+    """Returns a line with the delays of a stream's tokens, alone and while an image is processed
+    for another client."""
+    body = {
+        "model": "model",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 1 << 14,
+        "stream": True,
+        "logit_bias": {str(tiny.END): -100},
+    }
+    times: list[float] = []
+    with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=600) as client:
+        with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as reply:
+            began, image = 0.0, None
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                times.append(time.perf_counter())
+                if len(times) == NUM_ALONE:
+                    began, image = times[-1], pool.submit(measure, server, photo)
+                if image is not None and image.done():
+                    break
+        assert image is not None
+        seconds, *_, num_tokens = image.result()
+    delays = [(end, end - start) for start, end in pairwise(times)]
+    alone = [delay for end, delay in delays[20:] if end <= began]
+    beside = [delay for end, delay in delays if end > began]
+    return (
+        f"\n    a stream beside an image, {num_tokens} tokens in {seconds:.1f} s: delay of a token "
+        f"alone {1e3 * median(alone):.1f} ms, beside the image median "
+        f"{1e3 * median(beside):.1f} ms, longest {1e3 * max(beside):.0f} ms"
+    )
 
 
 def measure(server: ServerProcess, photo: Path) -> tuple[float, float, str, int]:
