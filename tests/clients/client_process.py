@@ -7,13 +7,16 @@ from pathlib import Path
 from tests.server_process import TIMEOUT, ServerProcess
 from tests.waiting import wait_until
 
+# Seconds. On a busy machine, the imports of a library without bytecode take two minutes.
+CLIENT_TIMEOUT = 5 * TIMEOUT
+
 
 def run_client(
     command: list[str], environment: Mapping[str, str], folder: Path, server: ServerProcess
 ) -> str:
     """Runs the command like `run_to_end`. The server must have no running request and no failure at
     the end."""
-    output = run_to_end(command, environment, folder, server, 2 * TIMEOUT)
+    output = run_to_end(command, environment, folder, server, CLIENT_TIMEOUT)
     # the server notices a disconnect a moment later
     wait_until(lambda: server.status()["Running"] == 0)
     status = server.status()
