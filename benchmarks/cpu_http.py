@@ -250,7 +250,7 @@ def _start_servers(
         python = ""
     if python:
         yield _run_mlx_lm(MLX_LM, python, folder, {})
-        if (blas := _find_blas()) is not None:
+        if (blas := find_blas()) is not None:
             variables = {"LD_PRELOAD": blas, "OPENBLAS_NUM_THREADS": str(plan.threads)}
             yield _run_mlx_lm(_BLAS_SERVER, python, folder, variables)
 
@@ -308,7 +308,7 @@ def _is_ready(url: str) -> bool:
     return False
 
 
-def _find_blas() -> str | None:
+def find_blas() -> str | None:
     """The library that BLAS names, or the system's OpenBLAS."""
     named = os.environ.get(BLAS)
     found = [named] if named else [str(path) for path in sorted(Path("/").glob(PRELOADABLE[1:]))]

@@ -31,7 +31,7 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from app.images.input import read_image
-from benchmarks.cpu_http import PRELOADABLE
+from benchmarks.cpu_http import find_blas
 from benchmarks.image_towers import MLX_VLM_VARIABLE
 from benchmarks.stream_counter import read_server_cpu
 from tests import tiny, tiny_vision
@@ -225,11 +225,12 @@ def compare(python: str, name: str, folder: Path) -> str:
     arguments = json.dumps(make_arguments(name, folder))
     subprocess.run([python, str(WORKER), "save", arguments], check=True, stderr=subprocess.DEVNULL)
     write_texts(name, folder)
+    blas = find_blas()
     worker = subprocess.Popen(
         [python, str(WORKER), "answer", arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, **find_blas()},
+        env={**os.environ, **({"LD_PRELOAD": blas} if blas else {})},
         text=True,
     )
     try:
@@ -261,12 +262,6 @@ def compare(python: str, name: str, folder: Path) -> str:
 def take_medians(rounds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Returns the medians of the seconds and the CPU seconds, without the first round."""
     return median(one[0] for one in rounds[1:]), median(one[1] for one in rounds[1:])
-
-
-def find_blas() -> Mapping[str, str]:
-    """Returns the variable that replaces the reference BLAS in MLX's wheel, which takes minutes."""
-    found = sorted(Path("/").glob(PRELOADABLE[1:]))
-    return {"LD_PRELOAD": str(found[0])} if found else {}
 
 
 def make_arguments(name: str, folder: Path) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ _BODY = {
 # of a server that rejects requests while its model is loading
 _RETRY_SECONDS = 0.005
 
-# The first start of a checkout must write its bytecode, whatever this process was told.
+# The first start of a checkout must write its bytecode, even if this process must not.
 _ENVIRON = {"PYTHONDONTWRITEBYTECODE": ""}
 
 

@@ -14,21 +14,21 @@ from app.core.runtime import import_without_collections
 from app.core.settings import Settings
 from app.runners.ranks.launch import detect_launch
 from app.runners.spawn import Spawn, spawn, spawn_early
+from app.serving.reload_signal import ReloadSignal
 from models import extension_build
 
 
 def serve(read_config: Callable[[], ResolvedConfig]) -> int:
     """Runs a server and returns its exit status. Raises AppError. read_config: reads the
     configuration; called again for a reload."""
-    configuration = read_config()
-    os.environ[extension_build.VARIABLE] = extension_build.IDENTITY
-    with _spawn_early(configuration.settings) as spawn_model:
-        with import_without_collections():
-            from app.observability.logs import configure_logging, flush_logs
-            from app.serving.reload_signal import ReloadSignal
+    reload_signal = ReloadSignal()
+    with reload_signal.handled():
+        configuration = read_config()
+        os.environ[extension_build.VARIABLE] = extension_build.IDENTITY
+        with _spawn_early(configuration.settings) as spawn_model:
+            with import_without_collections():
+                from app.observability.logs import configure_logging, flush_logs
 
-        reload_signal = ReloadSignal()
-        with reload_signal.handled():
             configure_logging(configuration.settings)
             with import_without_collections():
                 from app.server import serve as run_server

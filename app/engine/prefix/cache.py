@@ -19,6 +19,10 @@ from app.core.jobs import CacheMiss, PrefixSnapshot
 from models.kv import LayerCache
 from models.layer_cache import LayerKV
 
+# The number of cached tokens after the point of divergence that a cache miss reports. A few are
+# sufficient to identify the text in a log.
+_MISS_IDS_SHOWN = 8
+
 Layer = TypeVar("Layer", bound=LayerKV)
 Layer_co = TypeVar("Layer_co", bound=LayerKV, covariant=True)
 
@@ -215,6 +219,25 @@ def usable_length(length: int, alignment: int, atomic: Sequence[tuple[int, int]]
         if inside is None:
             return length
         length = inside
+
+
+def explain_miss(*, shared: int, usable: int, cached: int, cached_ids: Sequence[int]) -> CacheMiss:
+    """Returns the reason for a miss.
+
+    shared: the length of the longest common prefix of the prompt and a cached sequence.
+    usable: the part of this prefix that may be reused.
+    cached: the part of this prefix that is reused.
+    cached_ids: the tokens of the cached sequence after this prefix.
+    """
+    if cached < usable:
+        return CacheMiss(position=cached, reason="no_state")
+    if shared == 0:
+        return CacheMiss(position=0, reason="empty")
+    # With an alignment, this position may be greater than `cached`, because the miss reports where
+    # the tokens actually diverge.
+    return CacheMiss(
+        position=shared, reason="diverged", cached_ids=tuple(cached_ids[:_MISS_IDS_SHOWN])
+    )
 
 
 def common_prefix_length(a: tuple[int, ...], b: tuple[int, ...], offset: int = 0) -> int:

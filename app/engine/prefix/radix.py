@@ -21,7 +21,7 @@ from itertools import compress, groupby
 from typing import Generic
 
 from app.core.jobs import CacheMiss, PrefixSnapshot
-from app.engine.prefix.cache import Layer, PrefixCacheConfig, usable_length
+from app.engine.prefix.cache import Layer, PrefixCacheConfig, explain_miss, usable_length
 from app.engine.prefix.radix_tree import (
     KVStore,
     LayerEvaluation,
@@ -29,9 +29,6 @@ from app.engine.prefix.radix_tree import (
     RadixTree,
 )
 from models.kv import LayerCache
-
-# The number of cached tokens after the point of divergence that a cache miss reports.
-_MISS_IDS_SHOWN = 8
 
 # turn ends near the end of a prompt that get a checkpoint
 _LAST_TURN_ENDS = 5
@@ -98,17 +95,22 @@ class PrefixMatch(Generic[Layer]):
 
     def explain_miss(self) -> CacheMiss:
         """Returns the reason for the cache miss. Call this only if there is a miss."""
-        if self.cached < self.usable:
-            return CacheMiss(position=self.cached, reason="no_state")
-        if self.matched == 0:
-            return CacheMiss(position=0, reason="empty")
-        last = self.path[-1]
-        cached_ids = last.ids[self.matched - last.start :]
-        if not cached_ids and last.children:
-            cached_ids = max(last.children.values(), key=_last_used).ids
-        return CacheMiss(
-            position=self.matched, reason="diverged", cached_ids=cached_ids[:_MISS_IDS_SHOWN]
+        return explain_miss(
+            shared=self.matched,
+            usable=self.usable,
+            cached=self.cached,
+            cached_ids=self._list_next_ids(),
         )
+
+    def _list_next_ids(self) -> Sequence[int]:
+        """Returns cached tokens after the matched ones."""
+        if self.matched == 0:
+            return ()
+        last = self.path[-1]
+        ids = last.ids[self.matched - last.start :]
+        if not ids and last.children:
+            return max(last.children.values(), key=_last_used).ids
+        return ids
 
 
 def match_prefix(

@@ -19,13 +19,11 @@ from app.engine.prefix.cache import (
     PrefixCacheConfig,
     can_trim_to,
     common_prefix_length,
+    explain_miss,
     trim_to,
     usable_length,
 )
 from models.kv import LayerCache
-
-# The number of cached tokens after the point of divergence that a cache miss reports.
-_MISS_IDS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,9 @@ class SinglePrefixCache(Generic[Layer]):
         miss = None
         if cached < self._align_down(len(ids) - 1):
             miss = (
-                _explain_miss(cached_ids, shared, usable, cached)
+                explain_miss(
+                    shared=shared, usable=usable, cached=cached, cached_ids=cached_ids[shared:]
+                )
                 if reuse
                 else CacheMiss(position=0, reason="unwanted")
             )
@@ -193,25 +193,6 @@ class SingleLease(Generic[Layer]):
     def discard(self) -> None:
         self._cache = None
         self.kv = ()
-
-
-def _explain_miss(cached_ids: Sequence[int], shared: int, usable: int, cached: int) -> CacheMiss:
-    """Returns the reason for a miss.
-
-    cached_ids: the tokens of the entry.
-    shared: the length of the common prefix of the entry and the prompt.
-    usable: the part of this prefix that may be reused.
-    cached: the part of this prefix that is reused.
-    """
-    if cached < usable:
-        return CacheMiss(position=cached, reason="no_state")
-    if shared == 0:
-        return CacheMiss(position=0, reason="empty")
-    return CacheMiss(
-        position=shared,
-        reason="diverged",
-        cached_ids=tuple(cached_ids[shared : shared + _MISS_IDS_SHOWN]),
-    )
 
 
 def create_cache(config: PrefixCacheConfig) -> SinglePrefixCache[LayerCache]:

@@ -27,14 +27,11 @@ from app.engine.prefix.cache import (
     PrefixCacheConfig,
     can_trim_to,
     common_prefix_length,
+    explain_miss,
     trim_to,
     usable_length,
 )
 from models.kv import LayerCache
-
-# The number of cached tokens that a cache miss reports. A few are sufficient to identify the text
-# in a log.
-_MISS_IDS_SHOWN = 8
 
 
 # Slots are compared by identity, because two empty slots are not the same slot.
@@ -310,16 +307,11 @@ class SlotPrefixCache(Generic[Layer]):
         if cached_ids is None:
             return CacheMiss(position=0, reason="unwanted")
         shared = common_prefix_length(cached_ids, ids)
-        if cached < min(self._align_down(shared), most):
-            return CacheMiss(position=cached, reason="no_state")
-        if shared == 0:
-            return CacheMiss(position=0, reason="empty")
-        # With an alignment, this position may be greater than `cached`, because the miss reports
-        # where the tokens actually diverge.
-        return CacheMiss(
-            position=shared,
-            reason="diverged",
-            cached_ids=cached_ids[shared : shared + _MISS_IDS_SHOWN],
+        return explain_miss(
+            shared=shared,
+            usable=min(self._align_down(shared), most),
+            cached=cached,
+            cached_ids=cached_ids[shared:],
         )
 
     def _evict(self, slot: _Slot[Layer]) -> None:
