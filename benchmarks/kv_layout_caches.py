@@ -81,6 +81,12 @@ class CopiedCache:
     """A cache whose buffers the attention kernel cannot write to."""
 
     in_place_caches: Sequence[InPlaceCache] = ()
+    offset: mx.array
+
+    @property
+    def positions(self) -> mx.array:
+        """See `models.kv.AttentionCache`."""
+        return self.offset
 
 
 class SliceWrittenCache(CopiedCache):

@@ -385,6 +385,7 @@ def make_plan(**fields) -> Plan:
     known = {
         "sizes": ["110M", "Qwen3-0.6B"],
         "forms": ["f32", "bf16", "q8", "q4"],
+        "files": [],
         "threads": [1, 2],
         "works": list(WORKLOADS.values()),
         "peers": PEERS,
