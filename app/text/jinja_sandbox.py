@@ -103,8 +103,8 @@ _SCALARS = (str, bool, int, float, type(None))
 
 
 class SandboxedTemplate:
-    """A compiled template. Instances are immutable. variables: the names that the template reads
-    from its context."""
+    """A compiled template; several threads may render it at once. variables: the names that the
+    template reads from its context."""
 
     def __init__(self, source: str, *, location: str, seconds: float = RENDER_TIMEOUT) -> None:
         """location: the path of the template's file, for error messages. seconds: the time limit of
@@ -121,7 +121,7 @@ class SandboxedTemplate:
             )
             raise AppError(ErrorKind.MODEL_FILES, message)
         try:
-            sandbox = self._make_sandbox()
+            sandbox = _Sandbox(_RenderLimit(seconds))
             parsed = sandbox.parse(source)
             self._code = sandbox.compile(parsed)
             self.variables = frozenset(find_undeclared_variables(parsed))
@@ -129,6 +129,9 @@ class SandboxedTemplate:
             line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             message = f"the chat template in {location} is invalid{line}: {_format_reason(error)}"
             raise AppError(ErrorKind.MODEL_FILES, message) from error
+        # A sandbox takes longer to create than most templates to render. One that is not in this
+        # list is used by one render.
+        self._idle: list[tuple[_RenderLimit, jinja2.Template]] = []
 
     def render(
         self, context: Mapping[str, Any], *, now: Clock, cancel_token: CancelToken | None = None
@@ -144,9 +147,9 @@ class SandboxedTemplate:
             return now().strftime(form)
 
         given = {"strftime_now": strftime_now, **context}
-        sandbox = self._make_sandbox(cancel_token)
+        limit, compiled = self._take_sandbox()
+        limit.restart(cancel_token)
         try:
-            compiled = jinja2.Template.from_code(sandbox, self._code, sandbox.make_globals(None))
             return compiled.render(given)
         except _RaisedByTemplate as refusal:
             error_text = mark_client_text(_format_reason(refusal))
@@ -159,9 +162,18 @@ class SandboxedTemplate:
             reason = mark_client_text(_format_reason(error))
             message = f"the model's chat template cannot render this conversation: {reason}"
             raise AppError(ErrorKind.INVALID, message, param="messages") from error
+        finally:
+            self._idle.append((limit, compiled))
 
-    def _make_sandbox(self, cancel_token: CancelToken | None = None) -> "_Sandbox":
-        return _Sandbox(_RenderLimit(self._seconds, cancel_token or CancelToken()))
+    def _take_sandbox(self) -> "tuple[_RenderLimit, jinja2.Template]":
+        """Returns an idle sandbox, or creates one."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            limit = _RenderLimit(self._seconds)
+            sandbox = _Sandbox(limit)
+            globals_ = sandbox.make_globals(None)
+            return limit, jinja2.Template.from_code(sandbox, self._code, globals_)
 
 
 class _RaisedByTemplate(TemplateError):
@@ -169,12 +181,15 @@ class _RaisedByTemplate(TemplateError):
 
 
 class _RenderLimit:
-    """The remaining time and size of one render or compilation."""
+    """The remaining time and size of the current render or compilation of a sandbox."""
 
-    def __init__(self, seconds: float, cancel_token: CancelToken) -> None:
-        self._cancel_token = cancel_token
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self.restart()
+
+    def restart(self, cancel_token: CancelToken | None = None) -> None:
+        self._cancel_token = cancel_token or CancelToken()
+        self._deadline = time.monotonic() + self._seconds
         self._remaining = _MAX_RENDERED_CHARACTERS
 
     def check_time(self) -> None:
@@ -272,7 +287,8 @@ def _children(value: object) -> list[Any]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The Jinja environment of transformers with a limit, for one render or one compilation."""
+    """The Jinja environment of transformers with a limit, for one render or compilation at a
+    time."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -301,6 +317,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         }
         names["raise_exception"] = _raise_exception
         del names["lipsum"]
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Raises the current exception. Jinja would compile a traceback with the lines of the
+        template, which takes longer than most renders, and which nothing prints."""
+        if source is not None:
+            super().handle_exception(source)  # a syntax error; its message becomes one line
+        raise  # the exception that Jinja handles
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _SandboxRewriter(self).visit(super()._parse(source, name, filename))

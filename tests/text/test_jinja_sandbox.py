@@ -1,8 +1,10 @@
 """Jinja with the conventions of chat templates: real templates, and hostile ones."""
 
 import json
+import threading
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -344,3 +346,34 @@ def test_a_conversation_of_megabytes_is_rendered():
         "{% set ns.text = m.role + ': ' + m.content | trim + '\n' %}{{ ns.text }}{% endfor %}"
     )
     assert len(render(source, messages=messages)) > 9_000_000
+
+
+def test_a_failed_render_does_not_reduce_the_limits_of_the_next_one():
+    template = SandboxedTemplate(
+        "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
+        "{{ 'x' * 100000000 }}",
+        location="a file",
+        seconds=0.05,
+    )
+
+    def render_rows(count: int) -> int:
+        return len(template.render({"n": count}, now=lambda: NOON))
+
+    with pytest.raises(AppError, match="longer than"):
+        render_rows(99_999)
+    assert render_rows(1) == render_rows(1) == 100_000_000
+
+
+def test_threads_render_one_template_at_once():
+    template = SandboxedTemplate("{% for i in n %}{{ i }}{{ wait() }},{% endfor %}", location="x")
+    both_render = threading.Barrier(2, timeout=60)
+
+    def wait() -> str:
+        both_render.wait()
+        return ""
+
+    def render_name(name: str) -> str:
+        return template.render({"n": [name] * 5, "wait": wait}, now=lambda: NOON)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(render_name, "ab")) == ["a," * 5, "b," * 5]
