@@ -30,9 +30,11 @@ def server() -> Iterator[ServerProcess]:
         yield running.wait_until_ready()
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    url = f"{server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +76,12 @@ def test_every_answer_is_that_of_transformers(client: openai.OpenAI) -> None:
 
 
 def test_the_model_in_gguf_gives_the_same_answers(gguf_server: ServerProcess) -> None:
-    client = openai.OpenAI(base_url=f"{gguf_server.url}/v1", api_key="none", max_retries=0)
-    for one in REFERENCE:
-        found = ask(client, one["colors"])
-        assert found.choices[0].message.content == one["answer"]
-        assert found.usage.prompt_tokens == one["prompt_tokens"]
+    url = f"{gguf_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for one in REFERENCE:
+            found = ask(client, one["colors"])
+            assert found.choices[0].message.content == one["answer"]
+            assert found.usage.prompt_tokens == one["prompt_tokens"]
     [model] = httpx.get(f"{gguf_server.url}/v1/models", timeout=TIMEOUT).json()["data"]
     assert model["input_modalities"] == ["text", "image"]
 

@@ -54,8 +54,11 @@ def builtin_server() -> Iterator[ServerProcess]:
         yield running_server
 
 
-def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+@pytest.fixture(scope="module")
+def sdk(builtin_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    url = f"{builtin_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def complete(server: ServerProcess, prompt: Any, **body: Any) -> dict[str, Any]:
@@ -66,8 +69,7 @@ def complete(server: ServerProcess, prompt: Any, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
-def test_the_official_sdk_talks_to_the_built_in_model(builtin_server: ServerProcess) -> None:
-    sdk = client(builtin_server)
+def test_the_official_sdk_talks_to_the_built_in_model(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == ["builtin"]
     plain = sdk.chat.completions.create(model="builtin", messages=HELLO)
     chunks = list(sdk.chat.completions.create(model="builtin", messages=HELLO, stream=True))
@@ -77,12 +79,10 @@ def test_the_official_sdk_talks_to_the_built_in_model(builtin_server: ServerProc
     assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason == "stop"
 
 
-def test_continuous_usage_grows_with_every_chunk(
-    builtin_server: ServerProcess,
-) -> None:
+def test_continuous_usage_grows_with_every_chunk(sdk: openai.OpenAI) -> None:
     """guidellm requests these."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = client(builtin_server).chat.completions.create(
+    *chunks, last = sdk.chat.completions.create(
         model="builtin", messages=HELLO, temperature=0, stream=True, stream_options=options
     )
     assert last.usage is not None
@@ -124,7 +124,7 @@ def test_an_echoed_text_with_logprobs_has_an_entry_for_the_next_token(
     assert choice["finish_reason"] == "length"
 
 
-def test_the_official_sdk_gets_the_requested_json(builtin_server: ServerProcess) -> None:
+def test_the_official_sdk_gets_the_requested_json(sdk: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "sure": {"type": "boolean"}},
@@ -132,7 +132,6 @@ def test_the_official_sdk_gets_the_requested_json(builtin_server: ServerProcess)
         "additionalProperties": False,
     }
     response_format: Any = {"type": "json_schema", "json_schema": {"name": "who", "schema": schema}}
-    sdk = client(builtin_server)
     unstreamed = sdk.chat.completions.create(
         model="builtin", messages=HELLO, response_format=response_format
     )

@@ -27,8 +27,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def client(server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    url = f"{server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def see(*parts: str | int, model: str = "vision", **fields: Any) -> dict[str, Any]:
