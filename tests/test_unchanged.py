@@ -130,6 +130,26 @@ def test_the_tests_are_unchanged_after_they_were_recorded(root: Path) -> None:
     assert not unchanged.is_unchanged(root)
 
 
+@pytest.mark.parametrize(
+    ("recorded_on", "counts"),
+    [
+        ("linux-x86_64-avx2", True),
+        ("linux-x86_64-avx2-avx512f-avx512_vnni-amx_int8", True),
+        ("linux-x86_64", False),
+        ("linux-x86_64-avx512f", False),
+        ("darwin-x86_64-avx2", False),
+        ("linux-aarch64-avx2", False),
+    ],
+)
+def test_a_machine_with_more_instruction_sets_runs_more_tests(
+    root: Path, monkeypatch: pytest.MonkeyPatch, recorded_on: str, counts: bool
+) -> None:
+    monkeypatch.setattr(unchanged, "find_platform", lambda: recorded_on)
+    unchanged.record(root)
+    monkeypatch.setattr(unchanged, "find_platform", lambda: "linux-x86_64-avx2")
+    assert unchanged.is_unchanged(root) is counts
+
+
 class Pytest:
     """Replaces the run of the tests. meanwhile: what happens while they run."""
 
