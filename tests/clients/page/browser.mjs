@@ -10,6 +10,9 @@ const require = createRequire(new URL("../../../examples/node/", import.meta.url
 const { chromium } = require("playwright-core");
 const axeSource = await readFile(require.resolve("axe-core/axe.min.js"), "utf8");
 
+/** Milliseconds until a condition must hold, on a machine that other programs use. */
+const LIMIT = 120_000;
+
 const messages = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 
 /** Asks the test to do something, such as to stop the server, and waits until it is done. */
@@ -68,7 +71,7 @@ class Browser {
   /** A tab that shows a path of the server. */
   async open(where = "/") {
     const tab = await this.context.newPage();
-    tab.setDefaultTimeout(30_000);
+    tab.setDefaultTimeout(LIMIT);
     tab.on("pageerror", (error) => this.errors.push(String(error.stack)));
     tab.on("console", (message) => {
       // the browser itself reports each failed request
@@ -153,7 +156,7 @@ export function figures(tab) {
 export async function until(condition) {
   const begun = performance.now();
   while (!(await condition())) {
-    if (performance.now() - begun > 30_000) throw new Error(`never: ${condition}`);
+    if (performance.now() - begun > LIMIT) throw new Error(`never: ${condition}`);
     await new Promise((resolve) => setTimeout(resolve, 50));
   }
 }

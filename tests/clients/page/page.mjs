@@ -220,9 +220,10 @@ export const scenarios = {
     return { runs, busy, systemOfFirst, typed, equal, same: reloaded === second && afterEngine === second, listed, meter, edit, exported };
   },
 
-  /** Stop and Escape end an answer that would never end, and free the engine. */
+  /** Stop and Escape end an answer that would take minutes, and free the engine. */
   async stop(browser) {
     const tab = await browser.openChat();
+    await ask("throttle");
     await tab.route("**/v1/chat/completions", (route) => {
       const body = { ...route.request().postDataJSON(), ignore_eos: true };
       return route.continue({ postData: JSON.stringify(body) });

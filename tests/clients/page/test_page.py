@@ -159,15 +159,8 @@ def test_an_answer_appears_token_by_token_and_a_reload_keeps_it(
     assert seen["errors"] == []
 
 
-@pytest.fixture
-def endless_server() -> Iterator[ServerProcess]:
-    """A server whose answers never end if the request says so."""
-    with run_server("--context-shift", "--cache", "slots") as server:
-        yield server
-
-
-def test_stop_and_escape_free_the_engine(use_page: Use, endless_server: ServerProcess):
-    seen = use_page("stop", endless_server.url)
+def test_stop_and_escape_free_the_engine(use_page: Use, server: ServerProcess, speeds: Actions):
+    seen = use_page("stop", server.url, speeds)
     assert seen["results"] == [{"before": 1, "kept": True, "error": 0}] * 2
     assert all("stopped" in figures for figures in seen["figures"])
     assert seen["errors"] == []
