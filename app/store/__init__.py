@@ -142,7 +142,7 @@ def list_installed() -> Iterator[InstalledModel]:
             name=file.name,
             source=file.source,
             path=file.path,
-            read=_make_reader(file.name, gguf_folders.find),
+            read=_make_reader(file, gguf_folders.read),
         )
 
 
@@ -280,6 +280,15 @@ def _find_in_lm_studio(name: HubName | None) -> ModelFiles | None:
     return None
 
 
+def _list_lm_studio_labels(name: HubName) -> list[str]:
+    """Returns the quantizations of a repository's GGUF files in LM Studio's folder."""
+    from app.store.hub.required_files import get_quantization
+
+    folders = [folder / name.repo_id for folder in lm_studio.list_model_folders()]
+    labels = {get_quantization(path.name) for folder in folders for path in folder.glob("*.gguf")}
+    return sorted(filter(None, labels))
+
+
 def _find_in_ollama_store(name: ModelName) -> ModelFiles | None:
     """Reads a model of Ollama's store, otherwise its MLX version in the Hugging Face cache, which
     is also used if the store has the model in a GGUF file that is not supported."""
@@ -321,6 +330,11 @@ def _not_found_error(name: ModelName) -> ModelNotFoundError:
     if name.ollama is not None:
         reasons.append(f"not in Ollama's store ({manifest.store_folder()})")
     message = f"model {name.text} was not found: {', '.join(reasons)}"
+    if name.hub is not None and (labels := _list_lm_studio_labels(name.hub)):
+        message += (
+            f"; LM Studio's folder has it in {', '.join(labels)}: name one of them, as in "
+            f"{name.hub.repo_id}:{labels[0]}"
+        )
     similar = _suggest_installed(name.text)
     if name.hub is None:
         equivalent = None if name.ollama is None else find_equivalent_of(name.ollama)

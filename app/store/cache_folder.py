@@ -29,8 +29,13 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:  # the disk may be full
+            os.unlink(file.name)
+            raise
 
 
 def cache_tokenizer(

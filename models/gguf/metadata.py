@@ -69,16 +69,16 @@ class Metadata:
         numbers: list[Any] = [value] * count
         if isinstance(value, Array):
             is_numeric = value.kind not in ("string", "array")
-            numbers = list(value.numbers()) if is_numeric else []
+            numbers = list(value.numbers(count)) if is_numeric else []
         if len(numbers) >= count and all(map(_is_integer, numbers)):
-            return numbers[:count]
+            return numbers
         raise self._error(name, value, f"an integer or {count} integers")
 
     def numbers(self, name: str, count: int) -> list[float]:
         """Returns finite numbers, each as `number` does."""
         value = self._get(name, None)
         if isinstance(value, Array) and value.kind in ("f32", "f64") and value.count >= count:
-            found = list(value.numbers())[:count]
+            found = list(value.numbers(count))
             if all(map(math.isfinite, found)):
                 return [_shorten_float32(number) for number in found]
         raise self._error(name, value, f"{count} finite numbers")
@@ -87,7 +87,7 @@ class Metadata:
         """Returns true or false for each layer."""
         value = self._get(name, None)
         if isinstance(value, Array) and value.kind == "bool" and value.count >= count:
-            return [bool(flag) for flag in value.numbers()[:count]]
+            return [bool(flag) for flag in value.numbers(count)]
         raise self._error(name, value, f"true or false for each of {count} layers")
 
     def uniform_integer(self, name: str, count: int, default: int | None = None) -> int:

@@ -30,14 +30,22 @@ _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 _FIRST_READ_BYTES = 4 << 20
 _READ_GROWTH = 4
 
-# the maximum size of a header; those of the largest vocabularies, 260,000 tokens, have 15 MB
-_MAX_HEADER_BYTES = 256 << 20
+# the maximum size of a header; those of the largest vocabularies, 260,000 tokens, have 15 MB, and
+# 50 MB with the text of a tokenizer.json
+_MAX_HEADER_BYTES = 64 << 20
 
 # tensors of a model, and keys: a model of 100 layers has 2,000 tensors and 50 keys
 _MAX_TENSORS, _MAX_KEYS = 1 << 17, 1 << 14
 
 # the total number of strings in arrays; 260,000 tokens with their merges are 780,000
-_MAX_STRINGS = 1 << 21
+_MAX_STRINGS = 1 << 20
+
+# the total number of arrays in arrays, which no known file has
+_MAX_INNER_ARRAYS = 1 << 12
+
+# a longer text is not decoded, during which no other thread of Python would run; the longest
+# texts that are used are licenses with 50,000 characters
+_MAX_TEXT_BYTES = 1 << 20
 
 # GGML_MAX_NAME of ggml; a key may have 65,535 bytes, but real keys have 50
 _MAX_NAME_BYTES, _MAX_KEY_BYTES = 64, 256
@@ -97,11 +105,13 @@ class Array:
             offset = end
         return found
 
-    def numbers(self) -> list[int] | list[float]:
-        """Returns the elements. Raises ValueError for an array of another type."""
+    def numbers(self, limit: int) -> list[int] | list[float]:
+        """Returns the first elements, up to `limit`. Raises ValueError for an array of another
+        type."""
+        count = min(self.count, limit)
         for name, code, _ in _SCALARS.values():
             if name == self.kind:
-                return list(struct.unpack(f"<{self.count}{code}", self.data))
+                return list(struct.unpack_from(f"<{count}{code}", self.data))
         raise ValueError(f"an array of {self.kind}, but numbers are needed")
 
 
@@ -134,9 +144,10 @@ class GGUFTensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFile:
     """The header of a model, which may consist of several files. paths: its files. metadata: the
-    values of the first file by key. header_digest: a digest of all headers, which identifies the
-    content of the metadata. fingerprint: a digest that also covers sizes and modification times,
-    and therefore changes when a file is replaced."""
+    values of the first file by key; a text of more than 1 MiB is an array of bytes. header_digest:
+    a digest of all headers, which identifies the content of the metadata. fingerprint: a digest
+    that also covers sizes and modification times, and therefore changes when a file is replaced.
+    """
 
     paths: tuple[Path, ...]
     metadata: Mapping[str, Value]
@@ -347,7 +358,7 @@ class _Parser:
         self._path, self._data, self._size = path, data, size
         self._view = memoryview(data)
         self._offset = 0
-        self._strings = 0
+        self._strings = self._inner_arrays = 0
 
     def parse(self, version: str) -> _Header:
         self._check_magic()
@@ -402,7 +413,10 @@ class _Parser:
 
     def _read_value(self, kind: int, key: str) -> Value:
         if kind == _STRING:
-            return self._take_string(f"the value of {key}").decode(errors="replace")
+            raw = self._take_string(f"the value of {key}")
+            if len(raw) > _MAX_TEXT_BYTES:
+                return Array(kind="u8", count=len(raw), data=raw)
+            return bytes(raw).decode(errors="replace")
         if kind == _ARRAY:
             return self._read_array(key, depth=1)
         if kind not in _SCALARS:
@@ -422,8 +436,8 @@ class _Parser:
             self._skip_strings(count, what)
             name = "string"
         elif kind == _ARRAY:
-            self._strings += count
-            if depth >= _MAX_DEPTH or self._strings > _MAX_STRINGS:
+            self._inner_arrays += count
+            if depth >= _MAX_DEPTH or self._inner_arrays > _MAX_INNER_ARRAYS:
                 raise self._error(f"{what} is nested too deeply or too large")
             for _ in range(count):
                 self._read_array(key, depth + 1)
@@ -521,7 +535,7 @@ class _Parser:
         return value
 
     def _read_name(self, what: str, limit: int) -> str:
-        raw = self._take_string(what, limit)
+        raw = bytes(self._take_string(what, limit))
         try:
             name = raw.decode()
         except UnicodeDecodeError:
@@ -530,14 +544,14 @@ class _Parser:
             raise self._error(f"{what} is {raw[:40]!r}, which is not a name")
         return name
 
-    def _take_string(self, what: str, limit: int | None = None) -> bytes:
+    def _take_string(self, what: str, limit: int | None = None) -> memoryview:
         length = self._unpack("Q", what)
         if limit is not None and length > limit:
             raise self._error(f"{what} has {length} bytes, more than {limit}")
         self._require(length, what)
         start = self._offset
         self._offset += length
-        return self._data[start : self._offset]
+        return self._view[start : self._offset]
 
     def _unpack(self, code: str, what: str) -> int:
         nbytes = struct.calcsize(code)

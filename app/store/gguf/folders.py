@@ -42,9 +42,12 @@ class GGUFFileEntry:
 def find(name: str) -> ModelFiles | None:
     """Finds a model by the name of its file. Raises AppError(MODEL_FILES) for an unusable file."""
     found = next((entry for entry in list_files() if entry.name == name), None)
-    if found is None:
-        return None
-    return model.read(found.path, name=found.name, projectors=find_projectors(found.path))
+    return None if found is None else read(found)
+
+
+def read(entry: GGUFFileEntry) -> ModelFiles:
+    """Reads a listed model. Raises AppError(MODEL_FILES) for an unusable file."""
+    return model.read(entry.path, name=entry.name, projectors=find_projectors(entry.path))
 
 
 def list_files() -> Iterator[GGUFFileEntry]:

@@ -18,7 +18,7 @@ from typing import Any
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.store.cache_folder import cache_tokenizer
-from app.store.gguf.errors import to_app_error
+from app.store.gguf.errors import UnsupportedGGUFError, to_app_error
 from app.store.gguf.projector import VisionFiles, is_projector, read_vision
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
@@ -65,20 +65,49 @@ def read(path: Path, *, name: str, projectors: Iterable[Path] = ()) -> ModelFile
     projectors = tuple(one for one in projectors if one.is_file())
     versions += tuple(reader.get_version(one.stat()) for one in projectors)
     files = _read_version(path, projectors, versions)
-    if not files.tokenizer_path.is_file():  # the folder of the cache may be deleted at any time
+    # the folder of the cache may be deleted at any time
+    if isinstance(files, ModelFiles) and not files.tokenizer_path.is_file():
         _read_version.cache_clear()
         files = _read_version(path, projectors, versions)
+    if not isinstance(files, ModelFiles):
+        kind, message = files
+        raise kind(message)
     return replace(files, name=name)
 
 
+def _unusable_error(message: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, message)
+
+
+_Unusable = tuple[Callable[[str], AppError], str]
+
+
 # with a vocabulary of 150,000 tokens, this takes 0.1 s, and a server scans its models often
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _read_version(
     path: Path, projectors: tuple[Path, ...], versions: tuple[str, ...]
-) -> ModelFiles:
-    """Reads a model without its name. versions: the versions of its files. A model whose files did
-    not change is read once."""
+) -> ModelFiles | _Unusable:
+    """Reads a model without its name, or returns the constructor of its error and the message.
+    versions: the versions of its files. A model whose files did not change is read once, even if it
+    cannot be used. Raises AppError(MODEL_FILES) for a failure that may be temporary."""
     del versions
+    try:
+        return _read(path, projectors)
+    except AppError as error:
+        if _is_temporary(error):
+            raise
+        is_unsupported = isinstance(error, UnsupportedGGUFError)
+        return (UnsupportedGGUFError if is_unsupported else _unusable_error), error.message
+
+
+def _is_temporary(error: BaseException | None) -> bool:
+    """Returns whether the cause of an error is the disk and not the content of a file."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None
+
+
+def _read(path: Path, projectors: tuple[Path, ...]) -> ModelFiles:
     try:
         stored = reader.read(path)
         file = translate(stored)

@@ -28,7 +28,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # SentencePiece's character for a space
 _SPACE = "\u2581"
 
-_MAX_TOKENS = 1 << 21
+_MAX_TOKENS = 1 << 20
 
 # longer tokens are mostly runs of spaces; the number of their splits is limited
 _MAX_SPLIT_CHARACTERS = 256
@@ -69,7 +69,7 @@ _END_OF_MESSAGE, _ENDS_OF_TURN = "<|end|>", frozenset({"<|call|>", "<|calls|>"})
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 # Ollama's key for several of them
-_END_LIST = "eos_token_ids"
+_END_LIST, _MAX_ENDS = "eos_token_ids", 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Vocabulary:
         value = self.file.metadata.get(_PREFIX + _END_LIST)
         if not isinstance(value, Array) or value.kind not in ("i32", "u32"):
             return []
-        return [int(id) for id in value.numbers() if 0 <= id < len(self.tokens)]
+        return [int(id) for id in value.numbers(_MAX_ENDS) if 0 <= id < len(self.tokens)]
 
     @property
     def adds_bos(self) -> bool:
@@ -533,7 +533,7 @@ def _read_numbers(file: GGUFFile, name: str, count: int) -> Sequence[Any]:
     array = _read_array(file, name, "")
     if array.kind in ("string", "array") or array.count < count:
         raise _error(file, f"{_PREFIX}{name} must have a number for each of the {count} tokens")
-    return array.numbers()[:count]
+    return array.numbers(count)
 
 
 def _error(file: GGUFFile, why: str) -> AppError:

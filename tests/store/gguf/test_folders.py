@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from app import store
 from app.core.errors import AppError
 from app.store.model_names import ModelNotFoundError
+from models.gguf import reader
 from tests import tiny
 from tests.models.gguf.raw_file import gguf, text_entry
 from tests.store.gguf.files import write_tiny
@@ -51,11 +52,55 @@ def test_a_model_of_lm_studio_is_also_named_as_on_the_hub(home: Path) -> None:
     for name in ("org/tiny-GGUF", "org/tiny-GGUF:Q2_K", "org/tiny-GGUF@main:Q8_0", "org/other"):
         with pytest.raises(ModelNotFoundError):
             store.find(name)
+    with pytest.raises(ModelNotFoundError, match=r"in Q4_0, Q8_0: name one .* org/tiny-GGUF:Q4_0;"):
+        store.find("org/tiny-GGUF")
     (studio / "tiny-Q4_0.gguf").unlink()
     assert store.find("hf.co/org/tiny-GGUF").path == studio / "tiny-Q8_0.gguf"
     (studio / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(AppError, match=r"tiny-Q8_0\.gguf is not a usable GGUF file"):
         store.find("org/tiny-GGUF")
+
+
+def test_a_file_is_read_again_only_after_a_change(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server scans the folders again for each list of models. Unusable files take the longest."""
+    studio = home / ".lmstudio/models/org/tiny-GGUF"
+    write_tiny(studio / "good.gguf")
+    broken = studio / "broken.gguf"
+    broken.write_bytes(gguf([text_entry("general.architecture", "llama")]))
+    (studio / "other.gguf").write_bytes(gguf([text_entry("general.architecture", "rwkv9")]))
+    read: list[str] = []
+    original = reader.read
+    monkeypatch.setattr(reader, "read", lambda path: read.append(path.name) or original(path))
+
+    def scan() -> dict[str, str]:
+        found: dict[str, str] = {}
+        for entry in [one for one in store.list_installed() if one.source == "lm studio"]:
+            try:
+                found[entry.name] = entry.read().name
+            except AppError as error:
+                found[entry.name] = f"{type(error).__name__} {error.message}"
+        return found
+
+    first = scan()
+    assert first["good"] == "good"
+    assert first["other"].startswith("UnsupportedGGUFError")
+    assert first["broken"].startswith(f"AppError {broken}")
+    assert sorted(read) == ["broken.gguf", "good.gguf", "other.gguf"]
+    assert scan() == first
+    assert len(read) == 3
+    write_tiny(broken)
+    assert scan()["broken"] == "broken"
+
+
+def test_a_failure_of_the_disk_is_not_remembered(home: Path) -> None:
+    write_tiny(home / "tiny.gguf")
+    (home / "cache").write_text("no folder")
+    with pytest.raises(AppError, match="cannot be written"):
+        store.find(str(home / "tiny.gguf"))
+    (home / "cache").unlink()
+    assert store.find(str(home / "tiny.gguf")).name == "tiny"
 
 
 @pytest.mark.parametrize("name", [b"\x1b[31mred", b"two\nlines", b"bad\xff", b"\xe2\x80\xa8"])

@@ -1,5 +1,7 @@
 """GGUF files as models: their names, the files of a model folder in them, and errors."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -221,6 +223,19 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, cache: Path)
     cache.write_text("a file")
     message = complaint(write_tiny(tmp_path / "m.gguf"))
     assert "set XDG_CACHE_HOME to a writable folder" in message
+
+
+def test_a_full_disk_leaves_no_file_in_the_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server tries again with each list of its models."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert "No space left on device" in complaint(write_tiny(tmp_path / "m.gguf"))
+    assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
 def test_invalid_files_are_errors_of_one_line(tmp_path: Path) -> None:
