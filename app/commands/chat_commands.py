@@ -15,7 +15,7 @@ from app.commands.chat_client import ChatMessage, ChatOptions, read_format, read
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.commands.servers import RunningServer
-from app.core.errors import AppError, ErrorKind, suggest
+from app.core.errors import AppError, ErrorKind, escape_control_characters, suggest
 from app.core.models import ModelRecipe
 from app.core.sampling_params import SAMPLING_KNOBS, SamplingKnob
 
@@ -216,7 +216,8 @@ class ChatCommands:
         if show is None:
             listed = ", ".join(shows)
             raise _usage_error(f"/show {what} is unknown{suggest(what, shows)}: /show {listed}")
-        print(show())
+        for line in show().split("\n"):  # a text of the model could control the terminal
+            print(escape_control_characters(line.expandtabs()))
 
 
 def find_image_path(line: str) -> tuple[Path, str] | None:

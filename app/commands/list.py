@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from app import store
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError, ErrorKind, escape_control_characters
 from app.core.model_files import ModelFiles
 from app.core.units import format_bytes
 from app.images.processor import load_image_processor
@@ -57,7 +57,7 @@ def list_models(*, as_json: bool, names_only: bool = False) -> int:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return 0
     for line in render_table(rows):
-        print(line)
+        print(escape_control_characters(line))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from app import store
 from app.commands.list import get_architecture
+from app.core.errors import escape_control_characters
 from app.core.model_files import ModelFiles, read_generation_defaults
 from app.core.settings import Settings
 from app.core.terminal import print_message
@@ -49,9 +50,9 @@ def _show(name: str | None, settings: Settings, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_build_report(files, holds, activations, fits, vision=vision), indent=2))
         return
-    print(files.name)
+    print(escape_control_characters(files.name))
     for label, value in _render_lines(files, holds, activations, fits, vision=vision):
-        print(f"  {label:<13} {value}")
+        print(escape_control_characters(f"  {label:<13} {value}"))
 
 
 def _build_report(

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
+from app.core.errors import escape_control_characters
+
 Color = Literal["red", "green", "yellow", "cyan", "dim", "bold"]
 
 _CODES: Mapping[Color, int] = {
@@ -93,8 +95,10 @@ def wrap_words(text: str, stream: TextIO) -> str:
 
 
 def print_message(text: str) -> None:
-    """Prints a message of a command on stderr, such as an error."""
-    print(wrap_words(f"mlxrunner: {text}", sys.stderr), file=sys.stderr, flush=True)
+    """Prints a message of a command on stderr, such as an error. It may contain the names and texts
+    of files, which could control the terminal."""
+    line = f"mlxrunner: {escape_control_characters(text)}"
+    print(wrap_words(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def erase_line(width: int) -> str:

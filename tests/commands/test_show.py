@@ -55,6 +55,18 @@ def test_the_report_fits_in_80_columns(
     assert all(len(line) <= 80 for line in lines if "path" not in line)
 
 
+def test_a_text_of_the_model_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ollama = OllamaStore(tmp_path / "ollama")
+    model = ollama.layer("model", write_tiny(tmp_path / "tiny.gguf").read_bytes())
+    ollama.write("tiny", [model, ollama.layer("system", b"\x1b]0;title\x07Be terse.")])
+    show(Settings(models=(ModelSettings(name="tiny"),), memory=1 << 30), as_json=False)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert r"system prompt \x1b]0;title\x07Be terse." in shown
+
+
 def test_the_report_tells_whether_the_model_processes_images(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

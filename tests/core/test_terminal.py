@@ -11,6 +11,7 @@ from app.core.terminal import (
     draw_bar,
     erase_line,
     get_width,
+    print_message,
     wrap_words,
 )
 
@@ -74,6 +75,13 @@ def test_a_bar_is_filled_in_proportion(done: float, total: float, bar: str) -> N
 def test_a_line_is_erased_without_an_escape_sequence() -> None:
     assert erase_line(4) == "\r   \r"
     assert get_width(-1) == 80
+
+
+def test_a_message_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """The path of a model, and texts in its files, are part of messages."""
+    print_message("models/\x1b]0;title\x07\n\rx has no config.json")
+    expected = r"mlxrunner: models/\x1b]0;title\x07\n\rx has no config.json"
+    assert capsys.readouterr().err == f"{expected}\n"
 
 
 def test_lines_are_wrapped_at_words_on_a_terminal_only() -> None:
