@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app import store
 from app.core.errors import AppError, ErrorKind, mark_client_text, redact_paths
-from app.core.model_files import ModelFiles
+from app.core.model_files import ModelFiles, read_generation_defaults
 from app.core.models import (
     DownloadPreview,
     LayerProgress,
@@ -345,7 +345,7 @@ def _create(
     before = path.read_bytes() if path.is_file() else None
     try:
         create_model(name, recipe, base, token)
-        complete_config(store.find(_full_name(name)))
+        read_generation_defaults(complete_config(store.find(_full_name(name))))
     except AppError as error:
         _restore(name, path, before)
         raise AppError(

@@ -396,11 +396,12 @@ def test_a_manifest_is_as_ollama_writes_it(use, tmp_path: Path):
         )
 
 
-def test_a_creation_that_fails_leaves_the_earlier_model(use):
+@pytest.mark.parametrize("parameters", [{"num_ctx": -1}, {"temperature": 1e300}, {"top_k": -3}])
+def test_a_creation_that_fails_leaves_the_earlier_model(use, parameters: dict[str, Any]):
     async def body(library: InstalledModels, registry: ModelRegistry) -> None:
         await collect(library.create(recipe(system="Rhyme.")))
         with pytest.raises(AppError) as caught:
-            await collect(library.create(recipe(parameters={"num_ctx": -1})))
+            await collect(library.create(recipe(parameters=parameters)))
         assert caught.value.kind is ErrorKind.INVALID
         assert "/" not in caught.value.message.replace("registry.ollama.ai/library/", "")
         entry = registry.find("poet")
