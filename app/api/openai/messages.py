@@ -115,7 +115,7 @@ def _build_message(message: schema.Message, at: str, *, omit: bool) -> Message:
 
 def _build_assistant_message(message: schema.AssistantMessage, at: str) -> Message:
     """Converts an assistant message as sent by this or another server, including empty extra
-    fields. A refusal is treated as part of the assistant's text."""
+    fields. A refusal is treated as part of the assistant's text, and so is audio."""
     calls = tuple(
         ToolCall(
             id=call.id,
@@ -124,7 +124,10 @@ def _build_assistant_message(message: schema.AssistantMessage, at: str) -> Messa
         )
         for call in message.tool_calls or ()
     )
-    parts = (*_read_parts(message.content, at, omit=True), message.refusal)
+    parts = [*_read_parts(message.content, at, omit=True), message.refusal]
+    if message.audio is not None and not any(parts):  # a client may have added the transcript
+        transcript = message.audio.transcript
+        parts.append(transcript or read_attachment("audio", f"{at}.audio", omit=True))
     content, images = join_parts(filter(None, parts))
     return Message(
         role="assistant",

@@ -4,8 +4,9 @@ messages.
 Knows: all item fields that a model with images and function calling supports, how items are
 converted to the messages of a conversation. Must not know: item storage, chat templates.
 
-All other items are rejected with an error that contains their type and path. Items are stored,
-listed and passed to the model in normalized form.
+All other items are rejected with an error that contains their type and path, except those of
+OpenAI's tools, which app/api/schema/responses.py omits. Items are stored, listed and passed to the
+model in normalized form.
 
 Format: OpenAI's API reference, `ResponseInputItem`.
 """

@@ -244,7 +244,8 @@ def is_one_edit(a: str, b: str) -> bool:
 class BodyDecoder(Generic[Body]):
     """Decodes bodies of one type. type_: the struct of the body. camel_case: whether the names of
     known fields may also be in camel case: Vercel's AI SDK passes the options of a provider on as
-    they are written in JavaScript. normalize: changes the JSON text first."""
+    they are written in JavaScript. normalize: changes the JSON text first. repair: changes the JSON
+    text of a body that could not be decoded; None if it cannot."""
 
     def __init__(
         self,
@@ -252,11 +253,13 @@ class BodyDecoder(Generic[Body]):
         *,
         camel_case: bool = False,
         normalize: Callable[[bytes | bytearray], bytes] | None = None,
+        repair: Callable[[Data], bytes | None] | None = None,
     ) -> None:
         self._type = type_
         self._decoder = msgspec.json.Decoder(type_)
         self._camel_case = camel_case
         self._normalize = normalize
+        self._repair = repair
 
     def decode(self, data: bytes | bytearray) -> Body:
         """Returns the body, and reports its unknown fields. Raises AppError(INVALID)."""
@@ -292,6 +295,8 @@ class BodyDecoder(Generic[Body]):
             repaired = None
             if "got `float`" in message:
                 repaired = _replace_fractions(data, _parse_path(message)[:-1])
+            if repaired is None and self._repair is not None:
+                repaired = self._repair(data)
             if repaired is None:
                 raise self._translate(data, message)
             data = repaired

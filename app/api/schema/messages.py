@@ -154,17 +154,26 @@ class ToolMessage(_PlainMessage, kw_only=True, frozen=True, tag="tool"):
     tool_call_id: str
 
 
+class SpokenAnswer(Item, kw_only=True, frozen=True):
+    """An earlier response in audio. Its transcript, or else a text, replaces it."""
+
+    ignored = ignore_fields("data expires_at id")
+
+    transcript: str | None = None
+
+
 class AssistantMessage(_Message, kw_only=True, frozen=True, tag="assistant"):
     """An earlier model response. A `refusal` counts as content. Null, missing and empty content are
     the same. Fields that servers add to responses are accepted."""
 
-    unsupported = reject_fields(audio=(), function_call="use tool_calls")
+    unsupported = reject_fields(function_call="use tool_calls")
     ignored = ignore_fields(
         "annotations cache_control id", parsed="The content parsed by OpenAI's SDK."
     )
 
     content: str | list[AssistantPart] | None = None
     refusal: str | None = None
+    audio: SpokenAnswer | None = None
     reasoning_content: Annotated[
         str | None,
         describe(

@@ -8,10 +8,12 @@ Format: OpenAI's API reference, `ResponseInputItem`.
 
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Raw
 
 from app.api.schema.base import (
     NULL,
+    OBJECT_DECODER,
     AnyObject,
     Identifier,
     Item,
@@ -23,7 +25,7 @@ from app.api.schema.base import (
     refer,
     reject_fields,
 )
-from app.api.schema.decode import BodyDecoder
+from app.api.schema.decode import BodyDecoder, Data
 from app.api.schema.generation import (
     USUAL_LOGPROBS,
     EnableThinking,
@@ -39,6 +41,7 @@ from app.api.schema.messages import ImageDetail
 from app.api.schema.openai import Metadata, ServiceTier, TemplateOptions
 from app.api.schema.tools import FunctionName
 from app.api.schema.unsupported_fields import list_unsupported_fields
+from app.core.request_context import add_notice
 from app.core.sampling_params import INT64_MAX
 
 # The tools that OpenAI's servers run or define (OpenAI's reference, November 2026). Some have
@@ -61,6 +64,17 @@ HostedType = Literal[
     "web_search_preview_2025_03_11",
 ]
 CallableType = Literal["function", "custom"]
+
+# The items of calls of these tools, which the input has after a conversation with OpenAI's models.
+_HOSTED_ITEMS = frozenset(
+    (
+        *("apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
+        *("computer_call", "computer_call_output", "file_search_call", "image_generation_call"),
+        *("local_shell_call", "local_shell_call_output", "mcp_approval_request"),
+        *("mcp_approval_response", "mcp_call", "mcp_list_tools", "shell_call"),
+        *("shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
+    )
+)
 
 # The supported values of OpenAI's `include`. The other values concern items of OpenAI's own tools.
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -110,6 +124,7 @@ class InputItem(Item, kw_only=True, frozen=True):
     item with a role is a message, and another one without a type refers to a stored item."""
 
     unsupported = reject_fields(**{"async": (False,), "caller": (_DIRECT,)})
+    opaque_types: ClassVar[TypeNames] = _HOSTED_ITEMS
 
     type: (
         Literal[
@@ -376,5 +391,47 @@ class TokenCountBody(ResponseBody, kw_only=True, frozen=True):
     input: str | list[InputItem] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-RESPONSE = BodyDecoder(ResponseBody, camel_case=True)
-TOKEN_COUNT = BodyDecoder[ResponseBody](TokenCountBody, camel_case=True)
+class _ItemType(msgspec.Struct, frozen=True):
+    type: str | None = None
+
+
+_items_decoder = msgspec.json.Decoder(list[Raw])
+_type_decoder = msgspec.json.Decoder(_ItemType)
+
+# An item that changes no prompt. It takes the place of another one, so that the items after it keep
+# their index.
+_EMPTY_ITEM = Raw(b'{"type":"reasoning"}')
+
+
+def omit_hosted_items(data: Data) -> bytes | None:
+    """Empties the items of calls of OpenAI's tools, and reports them. An error would end the
+    conversation, because the client sends the same items with every later request. Returns None if
+    there are none."""
+    try:
+        fields = OBJECT_DECODER.decode(data)
+        items = _items_decoder.decode(fields.get("input", NULL))
+    except msgspec.DecodeError:
+        return None
+    types = [_read_type(item) for item in items]
+    hosted = sorted(_HOSTED_ITEMS.intersection(types))
+    if not hosted:
+        return None
+    add_notice(f"items of OpenAI's tools are omitted from the prompt: {', '.join(hosted)}")
+    kept = zip(items, types, strict=True)
+    fields["input"] = Raw(
+        msgspec.json.encode(
+            [_EMPTY_ITEM if type_ in _HOSTED_ITEMS else item for item, type_ in kept]
+        )
+    )
+    return msgspec.json.encode(fields)
+
+
+def _read_type(item: Raw) -> str | None:
+    try:
+        return _type_decoder.decode(item).type
+    except msgspec.DecodeError:
+        return None
+
+
+RESPONSE = BodyDecoder(ResponseBody, camel_case=True, repair=omit_hosted_items)
+TOKEN_COUNT = BodyDecoder[ResponseBody](TokenCountBody, camel_case=True, repair=omit_hosted_items)

@@ -75,6 +75,18 @@ def test_an_answer_can_be_sent_back_unchanged():
 
 
 @pytest.mark.parametrize(
+    ("audio", "text"),
+    [
+        ({"id": "audio_1"}, "[audio omitted: this model reads text only]"),
+        ({"id": "audio_1", "data": "AA==", "expires_at": 1, "transcript": "Hi!"}, "Hi!"),
+    ],
+)
+def test_an_answer_in_audio_is_a_text(audio: dict[str, Any], text: str):
+    """Refusing it would end a conversation that began with a model that speaks."""
+    assert read({"role": "assistant", "content": None, "audio": audio})[0].content == text
+
+
+@pytest.mark.parametrize(
     "reasoning_fields",
     [
         {"reasoning_content": "Hm."},
@@ -246,7 +258,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"role": "user", "content": "hi", "name": 5}, "messages.0.name"),
     ({"role": "user", "content": "hi", "tool_calls": [CALL]}, "messages.0.tool_calls"),
     ({"role": "assistant", "content": "a", "refusal": 5}, "messages.0.refusal"),
-    ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages.0.audio"),
+    ({"role": "assistant", "content": "a", "audio": 5}, "messages.0.audio"),
     ({"role": "assistant", "function_call": {}}, "messages.0.function_call"),
     ({"role": "assistant", "content": "a", "reasoning": 5}, "messages.0.reasoning"),
     (

@@ -8,6 +8,7 @@ import pytest
 from app.api.responses.request import ParsedResponsesRequest, parse_responses_request
 from app.api.responses.store import ResponseStore, ResponseStores, StoredResponse
 from app.core.errors import AppError, ErrorKind
+from app.core.request_context import REQUEST_CONTEXT, RequestContext
 from app.core.requests import (
     Conversation,
     JsonSchema,
@@ -204,7 +205,7 @@ def test_a_refusal_is_content_of_the_assistant():
 @rows(
     ("item", "param"),
     [
-        ({"type": "web_search_call", "id": "ws_1"}, "input.0.type"),
+        ({"type": "compaction", "encrypted_content": "x"}, "input.0.type"),
         ({"role": "tool", "content": "x"}, "input.0.role"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input.0.content.0"),
         ({"role": "user", "content": [{"type": "input_file"}]}, "input.0.content.0.type"),
@@ -223,6 +224,37 @@ def test_a_refusal_is_content_of_the_assistant():
 )
 def test_an_invalid_item_is_named_by_its_index(item: Any, param: str | None):
     assert get_error(input=[item]).param == (param or "input.0.content.0.type")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "web_search_call", "id": "ws_1", "status": "searching", "action": {"query": "x"}},
+        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+        {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "x"}]},
+        {
+            "type": "tool_search_call",
+            "call_id": "c",
+            "arguments": {},
+            "caller": {"type": "program"},
+        },
+        {"type": "mcp_call", "id": 5, "name": None, "role": "tool"},
+    ],
+)
+def test_an_item_of_a_tool_of_openai_is_omitted(item: dict[str, Any]):
+    """Codex and OpenAI's agents SDK send a conversation with OpenAI's models to this server."""
+    question = {"role": "user", "content": "hi"}
+    context = RequestContext(id="")
+    token = REQUEST_CONTEXT.set(context)
+    try:
+        assert messages(input=[question, item, question]) == (USER, USER)
+    finally:
+        REQUEST_CONTEXT.reset(token)
+    [notice] = context.notices
+    assert notice == f"items of OpenAI's tools are omitted from the prompt: {item['type']}"
+    assert context.ignored_fields == 0
+    assert get_error(input=[item]).param == "input"
+    assert get_error(input=[item, {"role": "user", "content": 5}]).param == "input.1.content"
 
 
 @pytest.mark.parametrize("nothing", [[], [{"type": "reasoning"}]])
