@@ -31,6 +31,7 @@ from app.core.thread_pools import CancelToken, WorkCancelled
 from app.engine.model_info import check_config, complete_config
 from app.serving.registry import ModelRegistry, RegisteredModel
 from app.store.hub.progress import FileProgress
+from app.store.installed import check_not_of_other_program
 from app.store.library_names import resolve_hub_name
 from app.store.model_names import HubName, OllamaName, parse_hub_name, parse_ollama_name
 from app.store.ollama import manifest, writer
@@ -383,6 +384,10 @@ def _delete(text: str, protected: Sequence[Path]) -> None:
             return
     except FileNotFoundError:
         pass
+    try:
+        check_not_of_other_program(text)
+    except AppError as error:
+        raise redact_paths(error, None, text) from error
     raise AppError(ErrorKind.MODEL_NOT_FOUND, f"model '{_quote(text)}' not found")
 
 

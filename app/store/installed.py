@@ -3,22 +3,25 @@
 Knows: which stores can be changed. Must not know: servers, what the files contain.
 
 Ollama's store and the Hugging Face cache can be changed. The built-in model belongs to the program,
-and a folder to the user.
+a folder to the user, and the files of LM Studio and llama.cpp to these programs.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.model_files import ModelFiles
 from app.core.models import ModelRecipe
 from app.core.thread_pools import CancelToken
+from app.store import lm_studio
+from app.store.gguf import folders as gguf_folders
 from app.store.library_names import find_equivalent_of
 from app.store.model_names import (
     BUILTIN,
     HubName,
     ModelNotFoundError,
     OllamaName,
+    parse_hub_name,
     parse_model_name,
     parse_ollama_name,
 )
@@ -59,9 +62,24 @@ def find_removable(text: str) -> RemovableModel:
         equivalent = find_equivalent_of(name.ollama)
         if equivalent and (folder := cache.repo_folder(equivalent.repo_id)).is_dir():
             return RemovableModel(name=equivalent, path=folder)
+    check_not_of_other_program(text)
     raise ModelNotFoundError(
         f"model {text} is not installed: run `mlxrunner list` to see the installed models"
     )
+
+
+def check_not_of_other_program(text: str) -> None:
+    """Raises AppError(INVALID) for the name of a model in a folder of LM Studio or llama.cpp, whose
+    models are listed, but never changed."""
+    hub, file = parse_hub_name(text), gguf_folders.find_entry(text)
+    folder = None if hub is None else lm_studio.find_folder(hub)
+    path = folder if file is None else file.path
+    if path is not None:
+        owner = "LM Studio" if file is None or file.source == "lm studio" else "llama.cpp"
+        raise AppError(
+            ErrorKind.INVALID,
+            f"{mark_client_text(text)} belongs to {owner}: delete it there, or delete {path}",
+        )
 
 
 def delete_model(model: RemovableModel) -> None:

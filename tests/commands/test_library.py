@@ -7,7 +7,9 @@ import pytest
 
 from app import cli, store
 from app.commands.pull import pull
+from app.core.errors import AppError
 from app.store.hub import cache
+from app.store.installed import find_removable
 from app.store.model_names import ModelNotFoundError
 from tests.commands.thread_server import run_thread_server
 from tests.store.ollama_store import OllamaStore
@@ -88,6 +90,25 @@ def test_a_model_that_cannot_be_deleted_is_refused_before_any_is(
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
     assert is_installed("tiny:4b")
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [("tiny-Q4_0", "LM Studio"), ("org/mlx", "LM Studio"), ("org_tiny-Q8_0", "llama.cpp")],
+)
+def test_a_model_of_another_program_is_not_deleted(
+    name: str, owner: str, hub: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was said not to be installed, although `list` shows it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama"))
+    studio = tmp_path / ".lmstudio/models/org"
+    files = [studio / "tiny-GGUF/tiny-Q4_0.gguf", studio / "mlx/config.json"]
+    for path in (*files, tmp_path / "llama/org_tiny-Q8_0.gguf"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"{}")
+    with pytest.raises(AppError, match=f"{name} belongs to {owner}: delete it there, or .*/"):
+        find_removable(name)
 
 
 def test_a_folder_that_cannot_be_deleted_is_one_line(

@@ -41,8 +41,13 @@ class GGUFFileEntry:
 
 def find(name: str) -> ModelFiles | None:
     """Finds a model by the name of its file. Raises AppError(MODEL_FILES) for an unusable file."""
-    found = next((entry for entry in list_files() if entry.name == name), None)
+    found = find_entry(name)
     return None if found is None else read(found)
+
+
+def find_entry(name: str) -> GGUFFileEntry | None:
+    """Finds a file by the name of its model."""
+    return next((entry for entry in list_files() if entry.name == name), None)
 
 
 def read(entry: GGUFFileEntry) -> ModelFiles:
