@@ -175,7 +175,8 @@ def _read_folder(folder: Path) -> dict[str, LoraFactors]:
     try:
         config: Any = json.loads((folder / _CONFIG).read_text("utf-8"))
     except FileNotFoundError as error:
-        raise _error(folder, f"it has no {_CONFIG}: it is not the folder of an adapter") from error
+        why = f"it has no {_CONFIG}: it is not the folder of an adapter"
+        raise _error(folder, why if folder.exists() else "it does not exist") from error
     except (OSError, ValueError) as error:
         raise _error(folder / _CONFIG, f"it cannot be read: {error}") from error
     if not isinstance(config, dict):

@@ -332,10 +332,12 @@ class ModelRegistry:
     def _build_served(self, name: str) -> ServedModel:
         """Returns an installed model without its defaults."""
         keep_alive = self._settings.keep_alive
+        # the adapters were trained on a model that was specified at startup
+        model = ModelSettings(name=name, adapters=())
         return ServedModel(
             name=name,
             source=name,
-            settings=self._settings.for_model(ModelSettings(name=name)),
+            settings=self._settings.for_model(model),
             keep_alive=_DEFAULT_KEEP_ALIVE if keep_alive is None else keep_alive,
         )
 

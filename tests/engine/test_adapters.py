@@ -151,6 +151,8 @@ def test_a_shifted_context_stays_with_its_adapter(make: Any) -> None:
 def test_an_unusable_folder_is_an_error_that_names_it(
     tmp_path: Path, files: dict[str, str], message: str
 ) -> None:
+    with pytest.raises(AppError, match="missing: it does not exist"):
+        read_adapter(tmp_path / "missing", tiny.CONFIG)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(AppError, match=message) as caught:
@@ -253,7 +255,7 @@ def write_unusable(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("missing", r"it has no adapter_config\.json"),
+        ("missing", "it does not exist"),
         ("rank", "do not match"),
         ("model", "use an adapter that was trained on this model"),
         ("numbers", "some of its numbers are not finite"),
@@ -321,7 +323,7 @@ def test_an_adapter_that_is_gone_when_the_model_is_loaded_again_fails_its_own_re
     assert found["1"].error is not None
     assert "load it again" in found["1"].error
     assert token_bits(found["2"]) == token_bits(run_alone(make, ""))
-    with pytest.raises(AppError, match="adapter_config"):
+    with pytest.raises(AppError, match="it does not exist"):
         Adapters(model, [replace(gone, version=0)], config=tiny.CONFIG)
 
 

@@ -280,6 +280,16 @@ def test_broken_installed_models_are_logged_once(
     assert caplog.messages == [expected]
 
 
+def test_an_installed_model_does_not_have_the_adapters_of_another(hub: Path, tiny_model: Path):
+    """No installed model of another architecture could be loaded."""
+    install(hub, tiny_model, "org/tiny")
+    adapter = AdapterSettings(name="sql", path="/sql")
+    registry = open_registry(Settings(installed=True, adapters=(adapter,)))
+    asyncio.run(registry.rescan())
+    found = {entry.served.name: entry.served.settings.adapters for entry in registry.entries()}
+    assert found == {"builtin": (adapter,), "org/tiny": ()}
+
+
 def test_changed_adapters_stay_until_a_reload_changes_those_of_the_model(tiny_model: Path):
     def build(*adapters: AdapterSettings) -> Settings:
         return Settings(models=(ModelSettings(name=str(tiny_model), adapters=adapters),))
