@@ -21,9 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.api.fields import invalid_request, unsupported_value
-from app.api.openai.messages import build_conversation
+from app.api.openai.chat import build_conversation, build_tool_options
 from app.api.openai.sampling import build_template_options, build_thinking
-from app.api.openai.tools import build_tool_options
 from app.api.schema.messages import Message
 from app.api.schema.tokenization import DETOKENIZE, TOKENIZE, ConversationBody, TokenizeBody
 from app.core.ports import Generate, Models, ResolvedModel

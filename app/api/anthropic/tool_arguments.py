@@ -15,7 +15,7 @@ from typing import Literal
 
 import orjson
 
-from app.api.openai.messages import INVALID_ARGUMENTS_KEY
+from app.api.openai.chat import INVALID_ARGUMENTS_KEY
 
 # characters that do not change the parser state, outside and inside strings
 _PLAIN = re.compile(r'[^"{}\[\],]*')

@@ -15,7 +15,7 @@ import orjson
 from msgspec import Raw
 
 from app.api.fields import invalid_request, quote_value
-from app.api.openai.tools import NO_PARAMETERS, ToolOptions, check_tool_names, unknown_tool_error
+from app.api.openai.chat import NO_PARAMETERS, ToolOptions, check_tool_names, unknown_tool_error
 from app.api.schema.anthropic import (
     AnthropicTool,
     AnthropicToolChoice,

@@ -15,8 +15,12 @@ import orjson
 
 from app.api.attachments import is_new_question, read_image_data, read_image_url
 from app.api.fields import as_mapping, drop_nulls, invalid_request, quote_value
-from app.api.openai.messages import normalize_arguments, normalize_content
-from app.api.openai.tools import NO_PARAMETERS, check_tool_names
+from app.api.openai.chat import (
+    NO_PARAMETERS,
+    check_tool_names,
+    normalize_arguments,
+    normalize_content,
+)
 from app.api.schema import ollama as schema
 from app.api.schema.decode import decode_json, decode_object
 from app.core.images import ContentPart, join_parts

@@ -17,8 +17,8 @@ import orjson
 
 from app.api.generate_endpoint import Progress
 from app.api.ollama.errors import encode_error_line
+from app.api.openai.chat import normalize_arguments
 from app.api.openai.logprobs import render_token_logprobs
-from app.api.openai.messages import normalize_arguments
 from app.core.errors import AppError
 from app.core.events import (
     Finish,

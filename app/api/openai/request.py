@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from msgspec import Raw
 
 from app.api.fields import as_array, as_token_ids, invalid_request, quote_value
-from app.api.openai.messages import build_conversation
+from app.api.openai.chat import build_conversation, build_tool_options
 from app.api.openai.sampling import (
     build_sampling,
     build_stop_conditions,
@@ -22,7 +22,6 @@ from app.api.openai.sampling import (
     build_verbosity,
 )
 from app.api.openai.structured_outputs import build_grammar
-from app.api.openai.tools import build_tool_options
 from app.api.schema.decode import decode_json, decode_object
 from app.api.schema.generation import MAX_CHOICES, StreamOptions
 from app.api.schema.openai import (

@@ -26,7 +26,7 @@ from app.api.attachments import (
 )
 from app.api.fields import invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
-from app.api.openai.messages import normalize_arguments, normalize_content
+from app.api.openai.chat import normalize_arguments, normalize_content
 from app.api.responses.tools import CUSTOM_INPUT, qualify_name
 from app.api.schema.decode import require
 from app.api.schema.responses import InputItem, ItemPart

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.api.fields import invalid_request
-from app.api.openai.tools import (
+from app.api.openai.chat import (
     NO_PARAMETERS,
     ToolOptions,
     check_tool_names,

@@ -191,7 +191,3 @@ Messages = Annotated[
     Meta(min_length=1),
     describe("The conversation, oldest message first."),
 ]
-
-
-def get_role(message: Message) -> str:
-    return str(type(message).__struct_config__.tag)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.api.openai.tools import ToolOptions
+from app.api.openai.chat import ToolOptions
 from app.api.responses.output_items import read_custom_input
 from app.api.responses.tools import DeclaredTool, ResponseTools, build_response_tools, qualify_name
 from app.api.schema.responses import RESPONSE

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.api.openai.tools import NO_PARAMETERS, ToolOptions, build_tool_options
+from app.api.openai.chat import NO_PARAMETERS, ToolOptions, build_tool_options
 from app.api.schema.openai import CHAT
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import NamedToolChoice, Tool

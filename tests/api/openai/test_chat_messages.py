@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.api.openai.messages import build_conversation
+from app.api.openai.chat import build_conversation
 from app.api.schema.openai import CHAT
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
