@@ -1,7 +1,7 @@
 """Images, audio and files in a conversation.
 
-Knows: which of them belong to a new question, how they are sent, the text that replaces one. Must
-not know: dialects, which models process images.
+Knows: how they are sent, the text that replaces one. Must not know: dialects, which models process
+images.
 
 A new question with an attachment that the server cannot read is rejected, because the model could
 not answer it. In tool results and in earlier turns, a text replaces the attachment, and the
@@ -10,7 +10,6 @@ with every later request. The serving layer applies the same rule to images that
 process.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 from app.api.fields import invalid_request
@@ -27,18 +26,6 @@ _KINDS = {"audio": "audio is", "file": "files are"}
 _DETAILS: dict[str, ImageDetail] = {"low": "low", "high": "high", "original": "high"}
 
 _REMOTE_SCHEMES = ("https:", "http:")
-
-
-def is_new_question(roles: Sequence[str]) -> bool:
-    """Returns whether the last message is a question of the user. If a tool result precedes it, it
-    belongs to the result: some clients send the images that a tool returns in a user message.
-    roles: the role of each message, or "tool" if it has a tool result."""
-    if not roles or roles[-1] != "user":
-        return False
-    since_answer = roles[
-        max((n for n, role in enumerate(roles) if role == "assistant"), default=0) :
-    ]
-    return "tool" not in since_answer
 
 
 def read_attachment(kind: AttachmentKind, path: str, *, omit: bool) -> str:

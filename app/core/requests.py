@@ -269,6 +269,13 @@ class GenerateRequest:
     admin: bool = False
     adapter: str = ""
 
+    @property
+    def images(self) -> list[PlacedImage]:
+        """The images of the conversation, in order."""
+        if not isinstance(self.prompt, Conversation):
+            return []
+        return [image for message in self.prompt.messages for image in message.images]
+
 
 # The cost of rendering a message or a tool, in characters, in addition to its text.
 _CHARACTERS_PER_MESSAGE, _CHARACTERS_PER_TOOL = 64, 1024

@@ -57,7 +57,6 @@ class _Image:
 class ImageEncoder:
     """Encodes the images of one engine.
 
-    tower: None if the model computes no images.
     step_seconds: the duration up to which an engine step runs more than one step of the tower. None
         for one step, if the clock must not decide.
     clock: returns the time in seconds.
@@ -66,7 +65,7 @@ class ImageEncoder:
 
     def __init__(
         self,
-        tower: VisionTower | None,
+        tower: VisionTower,
         features: ImageFeatureCache,
         scheduler: Scheduler,
         outputs: OutputProcessor,
@@ -90,8 +89,6 @@ class ImageEncoder:
     @property
     def has_work(self) -> bool:
         """Whether the next step can encode."""
-        if self._tower is None:  # no sequence has images
-            return False
         return self._current is not None or self._next_pixels() is not None
 
     def is_due(self) -> bool:
@@ -104,8 +101,6 @@ class ImageEncoder:
     def prepare(self) -> None:
         """Gives each sequence the features that its next chunk needs, if they are cached, and
         requests pixels for the others. Called before chunks are planned."""
-        if self._tower is None:
-            return
         self.waiting_for_memory = False
         for sequence in self._scheduler.running:
             sequence.release_unneeded_features()
@@ -210,7 +205,6 @@ class ImageEncoder:
         key = image.key
         if key in known:
             return
-        assert self._tower is not None, "the model computes no images"
         rows = sum(map(is_row_id, sequence.ids[image.start : image.end]))
         num_bytes = self._tower.estimate_pixel_bytes(rows)
         if reserve(num_bytes, sequence):
@@ -235,7 +229,6 @@ class ImageEncoder:
         if chosen is None:
             return False
         sequence, pixels = chosen
-        assert self._tower is not None, "the model computes no images"
         try:
             sizes = [(tile.height, tile.width) for tile in pixels.tiles]
             image = sequence.current_image

@@ -81,7 +81,6 @@ from models import architectures
 from models.base import Model
 from models.cpu_layout import get_activation_bits, is_batch_invariant
 from models.kv import LayerCache
-from models.vision.tower import VisionTower
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +147,19 @@ class Loop:
         if image_cache_bytes is None:
             image_cache_bytes = int(_IMAGE_CACHE_SHARE * memory.budget)
         features = ImageFeatureCache(image_cache_bytes)
-        self._budget = budget = _create_budget(
-            model, memory, prefix, limits, context, rules, device, features, min_kv_budget
+        # None if the model cannot compute image rows
+        tower = None if model.image_rules is None else architectures.get_tower(model)
+        self._budget = budget = MemoryBudget(
+            memory,
+            prefix,
+            context=context,
+            parallel=limits.max_running,
+            backend=detect_backend(get_activation_bits(model)),
+            rules=rules,
+            device=device,
+            features=features,
+            min_kv_budget=min_kv_budget,
+            vision=tower is not None,
         )
         self.on_stage: Callable[[str], None] = lambda _: None
         self._scheduler = Scheduler(prefix, budget, limits)
@@ -184,15 +194,17 @@ class Loop:
         self._outputs = OutputProcessor(self._scheduler, self._counters, exact=exact)
         self._embedder = Embedder(model, memory, self._scheduler, chunk=limits.max_prefill_tokens)
         self._atomic_images = model.image_rules is not None and model.image_rules.atomic
-        self._images = ImageEncoder(
-            _find_tower(model),
-            features,
-            self._scheduler,
-            self._outputs,
-            self._counters,
-            step_seconds=limits.step_seconds,
-            clock=clock,
-        )
+        self._images: ImageEncoder | None = None
+        if tower is not None:
+            self._images = ImageEncoder(
+                tower,
+                features,
+                self._scheduler,
+                self._outputs,
+                self._counters,
+                step_seconds=limits.step_seconds,
+                clock=clock,
+            )
 
     @property
     def exceptions(self) -> int:
@@ -340,8 +352,9 @@ class Loop:
         self._scheduler.check()
 
     def _admit(self) -> None:
+        images = self._images
         while (
-            not (self._embedder.waiting_for_memory or self._images.waiting_for_memory)
+            not (self._embedder.waiting_for_memory or (images and images.waiting_for_memory))
             and (
                 sequence := self._scheduler.next_to_start(
                     seconds_per_row=self._pacing.seconds_per_row
@@ -364,7 +377,8 @@ class Loop:
         """Chooses the prompt chunks, the embedding inputs or the part of an image of the next step.
         A step contains only one of them, to bound the inter-token latency of running sequences.
         Then reads all tokens, because the next step blocks."""
-        self._images.prepare()
+        if self._images is not None:
+            self._images.prepare()
         self._next_work = self._choose_work()
         if self._next_work == "prompts":
             self._rounds_left = self._pacing.count_next()
@@ -404,7 +418,7 @@ class Loop:
         """Returns the work of the next step. If there is work of several kinds, they take turns."""
         available: list[tuple[_Work, bool]] = [
             ("embeddings", bool(self._embedder.num_jobs)),
-            ("image", self._images.is_due()),
+            ("image", self._images is not None and self._images.is_due()),
             ("prompts", bool(self._prefilling())),
         ]
         turn = [work for work, _ in available].index(self._last_work) + 1
@@ -418,6 +432,7 @@ class Loop:
         """Computes embedding inputs or a part of an image, and waits for it. Returns whether there
         was work, and enough memory."""
         if work == "image":
+            assert self._images is not None, "the model computes no images"
             self.on_stage("image encoding")
             return self._images.encode(self._pacing.decode_seconds or 0.0)
         self.on_stage("embedding")
@@ -427,6 +442,8 @@ class Loop:
 
     def _waits_for_pixels(self) -> bool:
         """Whether all running sequences wait for pixels, and there is no other work."""
+        if self._images is None:
+            return False
         running = self._scheduler.running
         return (
             bool(running)
@@ -529,7 +546,8 @@ class Loop:
         sampled, self._sampled = self._sampled, []
         self._counters.preemptions += self._scheduler.make_decode_room()
         self._embedder.restart_if_reclaimed()
-        self._images.restart_if_reclaimed()
+        if self._images is not None:
+            self._images.restart_if_reclaimed()
         self._shift_contexts()
         growing = [
             s for group in sampled for s in group.sequences if s.decoding and s.needs_another_token
@@ -614,33 +632,3 @@ class Loop:
             except Exception:
                 log.exception("sampling %s failed", pluralize(len(scored.sequences), "sequence"))
                 self._handle_batch_failure(scored.sequences)
-
-
-def _find_tower(model: Model) -> VisionTower | None:
-    """Returns the model's vision tower, if the model can compute its rows."""
-    return None if model.image_rules is None else architectures.get_tower(model)
-
-
-def _create_budget(
-    model: Model,
-    memory: MemoryProfile,
-    prefix: PrefixCache[LayerCache],
-    limits: SchedulerLimits,
-    context: int,
-    rules: MemoryRules | None,
-    device: MemoryDevice | None,
-    features: ImageFeatureCache,
-    min_kv_budget: int,
-) -> MemoryBudget:
-    return MemoryBudget(
-        memory,
-        prefix,
-        context=context,
-        parallel=limits.max_running,
-        backend=detect_backend(get_activation_bits(model)),
-        rules=rules,
-        device=device,
-        features=features,
-        min_kv_budget=min_kv_budget,
-        vision=_find_tower(model) is not None,
-    )

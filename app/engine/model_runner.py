@@ -206,7 +206,8 @@ class ModelRunner:
         """Prefills the next `count` known tokens of one sequence. Waits for the device only if the
         job requests prompt log probabilities."""
         start = sequence.num_computed_tokens
-        tokens = mx.array([to_model_ids(sequence.ids[start : start + count])])
+        ids = sequence.ids[start : start + count]
+        tokens = mx.array([to_model_ids(ids) if sequence.job.images else ids])
         scores_prompt = bool(sequence.num_unscored_tokens)
         select = select_all if scores_prompt else select_last
         self._set_position_delta(sequence)

@@ -224,7 +224,7 @@ class Sequence:
         self._sampler_state = SamplerState(
             self.job.sampling,
             seed=self._seed,
-            prompt=[id for id in self.ids if not is_row_id(id)],
+            prompt=[id for id in self.ids if not is_row_id(id)] if self.job.images else self.ids,
             vocab=self._vocab,
             stop_token_ids=self.job.stop_token_ids,
             min_tokens=self.job.min_tokens,

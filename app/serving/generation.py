@@ -426,7 +426,7 @@ class Generation:
         """Omits the images if the weights of the loaded model have no vision tower. Raises
         AppError(INVALID) if one belongs to the user's new question."""
         capacity = self._engine.status().capacity
-        if capacity is None or capacity.vision:
+        if not request.images or capacity is None or capacity.vision:
             return request
         return reject_all_images(request, self._files.name, ())
 

@@ -8,7 +8,7 @@ client sends the same turns with every later request.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from app.core.errors import AppError, ErrorKind
@@ -38,13 +38,6 @@ Fetch = Callable[[RemoteImage], Awaitable[Image]]
 _Decide = Callable[[PlacedImage], Image | RemoteImage | AppError]
 
 
-def iter_images(request: GenerateRequest) -> Iterator[PlacedImage]:
-    """Yields the images of a request in order."""
-    if isinstance(request.prompt, Conversation):
-        for message in request.prompt.messages:
-            yield from message.images
-
-
 def get_image(placed: PlacedImage) -> Image:
     """Returns an image that was sent, or fetched before."""
     assert isinstance(placed.image, Image), "addresses are fetched before"
@@ -57,7 +50,7 @@ async def verify_images(
     """Decodes the images that this server has never decoded. Omits those that are broken. Raises
     AppError(INVALID) if one belongs to the user's new question, and other errors of the decoder."""
     broken: dict[bytes, AppError] = {}
-    for placed in iter_images(request):
+    for placed in request.images:
         image = get_image(placed)
         try:
             await decoder.verify(image, processor.plan(image), caller=request.caller)
@@ -88,7 +81,7 @@ def omit_images(request: GenerateRequest, reject: Reject) -> GenerateRequest:
 async def fetch_images(request: GenerateRequest, fetch: Fetch) -> GenerateRequest:
     """Fetches the images that were sent as addresses. Omits those that cannot be fetched. Raises
     AppError(INVALID) if one belongs to the user's new question."""
-    remote = [one.image for one in iter_images(request) if isinstance(one.image, RemoteImage)]
+    remote = [one.image for one in request.images if isinstance(one.image, RemoteImage)]
     if not remote:
         return request
 
@@ -134,7 +127,7 @@ def _replace_in_message(message: Message, decide: _Decide) -> Message:
 def limit_images(request: GenerateRequest) -> GenerateRequest:
     """Omits the oldest images if the request has too many. Raises AppError(INVALID) if the new
     question alone has too many."""
-    excess = sum(1 for _ in iter_images(request)) - MAX_IMAGES
+    excess = len(request.images) - MAX_IMAGES
     if excess <= 0:
         return request
     position = iter(range(excess))

@@ -32,7 +32,7 @@ from app.core.units import pluralize
 from app.images.decoder import ImageDecoder
 from app.images.plan import ImageProcessor
 from app.images.processor import load_image_processor
-from app.serving.image_input import get_image, iter_images, omit_images
+from app.serving.image_input import get_image, omit_images
 from app.text.generated_turns import GeneratedTurns, TurnRecorder
 from app.text.infill import build_infill_prompt, find_infill_stop_ids
 from app.text.output import ChoiceOutputProcessor, OutputOptions
@@ -201,7 +201,7 @@ class JobBuilder:
         """Omits images of a shape that the model does not support. Raises AppError(INVALID) if one
         belongs to the user's new question."""
         processor = self.image_processor
-        if processor is None or next(iter_images(request), None) is None:
+        if processor is None or not request.images:
             return request
 
         def reject(placed: PlacedImage) -> AppError | None:

@@ -45,7 +45,7 @@ from app.images.processor import load_image_processor
 from app.runners.pool import ModelLease, ModelPool
 from app.serving.adapters import AdapterService, find_adapter, list_adapters
 from app.serving.generation import Generation
-from app.serving.image_input import fetch_images, iter_images, limit_images, reject_all_images
+from app.serving.image_input import fetch_images, limit_images, reject_all_images
 from app.serving.model_describer import ModelDescriber
 from app.serving.registry import ModelRegistry, RegisteredModel
 
@@ -313,12 +313,12 @@ class ModelRouter:
     ) -> GenerateRequest:
         """Omits images that the model cannot process. Raises AppError(INVALID) if they belong to
         the user's new question."""
-        if next(iter_images(request), None) is None:
+        if not request.images:
             return request
         if self._has_vision(entry):
             return await fetch_images(limit_images(request), self._fetch_image)
         instead: list[str] = []
-        if any(placed.required for placed in iter_images(request)):
+        if any(placed.required for placed in request.images):
             entries = self._registry.entries()
             instead = [one.served.name for one in entries if self._has_vision(one)]
         return reject_all_images(request, entry.served.name, instead)

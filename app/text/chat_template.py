@@ -38,9 +38,10 @@ class ContentFormat:
 
     def render(self, message: Message) -> str | list[dict[str, str]]:
         """Returns the content of a message."""
+        if not (message.images or self.requires_parts):
+            return message.content or ""
         parts = list(split_parts(message.content, message.images))
-        is_list = bool(message.images) and message.role in self.image_roles
-        if not (is_list or self.requires_parts):
+        if not (message.role in self.image_roles or self.requires_parts):
             texts = (part if isinstance(part, str) else self.image_text for part in parts)
             return "".join(texts)
         return [

@@ -107,7 +107,7 @@ class KeyedPrompt:
     """A prompt in which the name of each image is in place of its mark."""
 
     text: EditedText
-    images: tuple[KeyedImage, ...] = ()
+    images: tuple[KeyedImage, ...]
 
     def expand(self, text: str) -> tuple[EditedText, tuple[PromptImage, ...]]:
         """Replaces the names in a text, in which parts without images may have been edited, by the

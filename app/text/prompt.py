@@ -43,7 +43,7 @@ from app.text.generated_turns import (
     restore_generated_text,
 )
 from app.text.generic_tool_calls import GenericFamily, inline_tool_calls, render_tools_as_text
-from app.text.image_marks import ImageMarks, KeyedPrompt, PromptImage
+from app.text.image_marks import ImageMarks, PromptImage
 from app.text.message_folding import SYSTEM_ROLES, fold_messages
 from app.text.prompt_boundaries import find_message_ends, render_to_continue
 from app.text.syntax.output_parser import OutputParser
@@ -411,13 +411,14 @@ class PromptBuilder:
         )
         folded = renderer.fold(messages)
         rendered = self._render(renderer, conversation, folded)
-        keyed = KeyedPrompt(text=EditedText(text=rendered))
-        if marks is not None:
-            keyed = marks.add_keys(rendered, renderer.adapt(folded))
+        keyed = None if marks is None else marks.add_keys(rendered, renderer.adapt(folded))
+        text = EditedText(text=rendered) if keyed is None else keyed.text
         # if the tools were described in text, calls are in the generic format
         reader = self._family if renderer.offers_tools or not tools else self._generic_family
-        restored = self._restore_turns(request, conversation, keyed.text.text, reader, tools)
-        expanded, images = keyed.expand(restored.text)
+        restored = self._restore_turns(request, conversation, text.text, reader, tools)
+        expanded, images = EditedText(text=restored.text), ()
+        if keyed is not None:
+            expanded, images = keyed.expand(restored.text)
         ends: Sequence[int] = ()
         if needs_message_ends:
             before = messages[:-1] if conversation.continue_final else messages
@@ -439,8 +440,7 @@ class PromptBuilder:
             digest=digest_prompt(restored.text),
             digested_length=len(restored.text),
             message_ends=tuple(
-                expanded.map_position(restored.map_position(keyed.text.map_position(end)))
-                for end in ends
+                expanded.map_position(restored.map_position(text.map_position(end))) for end in ends
             ),
             images=images,
         )

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from app.api.attachments import is_new_question
 from app.core.images import Image, RemoteImage
 from app.core.requests import Conversation, Message
 from tests.api.asgi import Reply, send_request
@@ -314,19 +313,3 @@ def test_a_title_of_a_document_is_kept():
     prompt = generate.opened[0].prompt
     assert isinstance(prompt, Conversation)
     assert prompt.messages[0].content == "a.pdf\n[file omitted: this model reads text only]"
-
-
-@pytest.mark.parametrize(
-    ("roles", "expected"),
-    [
-        ([], False),
-        (["user"], True),
-        (["assistant", "user"], True),
-        (["user", "assistant"], False),
-        (["user", "assistant", "tool"], False),
-        (["user", "assistant", "tool", "user"], False),
-        (["user", "assistant", "tool", "user", "assistant", "user"], True),
-    ],
-)
-def test_a_question_is_new_unless_a_tool_result_precedes_it(roles: list[str], expected: bool):
-    assert is_new_question(roles) is expected

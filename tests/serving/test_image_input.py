@@ -13,7 +13,6 @@ from app.serving.image_input import (
     MAX_IMAGES,
     fetch_images,
     get_image,
-    iter_images,
     limit_images,
     reject_all_images,
 )
@@ -119,4 +118,4 @@ def test_addresses_are_fetched_or_omitted():
 
 
 def test_requests_without_a_conversation_have_no_images():
-    assert [*iter_images(GenerateRequest(model="m", prompt="a"))] == []
+    assert GenerateRequest(model="m", prompt="a").images == []

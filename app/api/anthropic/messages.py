@@ -18,9 +18,8 @@ from app.api.anthropic.content_blocks import (
     build_texts,
     has_tool_result,
 )
-from app.api.attachments import is_new_question
 from app.api.fields import invalid_request
-from app.api.openai.chat import normalize_content
+from app.api.openai.chat import is_new_question, normalize_content
 from app.api.schema.anthropic import AnthropicMessage, MessagesBody
 from app.core.images import ContentPart, join_parts, split_parts
 from app.core.requests import Conversation, Message

@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import orjson
 
-from app.api.attachments import is_new_question, read_image_data, read_image_url
+from app.api.attachments import read_image_data, read_image_url
 from app.api.fields import as_mapping, drop_nulls, invalid_request, quote_value
 from app.api.openai.chat import (
     NO_PARAMETERS,
     check_tool_names,
+    is_new_question,
     normalize_arguments,
     normalize_content,
 )

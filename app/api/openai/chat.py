@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from app.api.attachments import is_new_question, read_attachment, read_image_url
+from app.api.attachments import read_attachment, read_image_url
 from app.api.fields import invalid_request, quote_value
 from app.api.schema import messages as schema
 from app.api.schema import tools as tool_schema
@@ -46,6 +46,18 @@ def normalize_content(text: str | None, *, has_calls: bool = False) -> str | Non
     """Returns the content of a message. Null, missing and empty content are the same, because
     clients send back any of them: None next to calls, and "" otherwise."""
     return text or (None if has_calls else "")
+
+
+def is_new_question(roles: Sequence[str]) -> bool:
+    """Returns whether the last message is a question of the user. If a tool result precedes it, it
+    belongs to the result: some clients send the images that a tool returns in a user message.
+    roles: the role of each message, or "tool" if it has a tool result."""
+    if not roles or roles[-1] != "user":
+        return False
+    since_answer = roles[
+        max((n for n, role in enumerate(roles) if role == "assistant"), default=0) :
+    ]
+    return "tool" not in since_answer
 
 
 def _try_parse(text: str) -> Any:
@@ -116,7 +128,9 @@ def _build_message(message: schema.Message, at: str, *, omit: bool) -> Message:
     """omit: whether the attachments of the message are omitted, rather than rejected."""
     if isinstance(message, schema.AssistantMessage):
         return _build_assistant_message(message, at)
-    content, images = join_parts(_read_parts(message.content, at, omit=omit))
+    content, images = message.content, ()
+    if isinstance(content, list):
+        content, images = join_parts(_read_parts(content, at, omit=omit))
     return Message(
         role=_get_role(message),
         content=normalize_content(content),

@@ -19,14 +19,13 @@ import orjson
 
 from app.api.attachments import (
     AttachmentKind,
-    is_new_question,
     read_attachment,
     read_image_url,
     refuse_image_file,
 )
 from app.api.fields import invalid_request, quote_value
 from app.api.opaque_reasoning import decode_reasoning
-from app.api.openai.chat import normalize_arguments, normalize_content
+from app.api.openai.chat import is_new_question, normalize_arguments, normalize_content
 from app.api.responses.tools import CUSTOM_INPUT, qualify_name
 from app.api.schema.decode import require
 from app.api.schema.responses import InputItem, ItemPart

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.api.openai.chat import build_conversation
+from app.api.openai.chat import build_conversation, is_new_question
 from app.api.schema.openai import CHAT
 from app.core.errors import AppError, ErrorKind
 from app.core.requests import Message, ToolCall
@@ -299,3 +299,19 @@ def test_message_indices_in_errors_start_at_zero():
     with pytest.raises(AppError) as caught:
         read(good, good, {"role": "wizard", "content": "hi"})
     assert caught.value.param == "messages.2.role"
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ([], False),
+        (["user"], True),
+        (["assistant", "user"], True),
+        (["user", "assistant"], False),
+        (["user", "assistant", "tool"], False),
+        (["user", "assistant", "tool", "user"], False),
+        (["user", "assistant", "tool", "user", "assistant", "user"], True),
+    ],
+)
+def test_a_question_is_new_unless_a_tool_result_precedes_it(roles: list[str], expected: bool):
+    assert is_new_question(roles) is expected
