@@ -36,15 +36,6 @@ _MAX_READ_BYTES = 1 << 32
 _LOADED: frozenset[ModelPhase] = frozenset({"loading", "ready", "stalled"})
 
 
-def list_adapters(entry: RegisteredModel) -> Sequence[AdapterSettings]:
-    """Returns the adapters that requests may select."""
-    return [adapter for adapter in entry.served.settings.adapters if not adapter.retired]
-
-
-def find_adapter(entry: RegisteredModel, name: str) -> AdapterSettings | None:
-    return next((one for one in list_adapters(entry) if one.name == name), None)
-
-
 class AdapterService:
     """Loads and unloads adapters, one at a time. A change that has begun is completed, even if the
     client disconnects."""
@@ -58,14 +49,11 @@ class AdapterService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
-    def use(self, model: str, adapter: AdapterSettings | None) -> Generator[None]:
+    def use(self, model: str, adapter: AdapterSettings) -> Generator[None]:
         """Keeps an adapter loaded while the context is active. Raises AppError(MODEL_NOT_FOUND) if
         it was unloaded after the request was resolved."""
-        if adapter is None:
-            yield
-            return
         entry = self._registry.find_own(model)
-        if entry is None or adapter not in list_adapters(entry):
+        if entry is None or adapter not in entry.adapters:
             raise _not_found_error(adapter.name, "model")
         user = (model, adapter.key)
         self._num_users[user] += 1
@@ -105,7 +93,7 @@ class AdapterService:
     async def _load(self, model: str, name: str, path: str, *, in_place: bool) -> None:
         async with self._changing:
             entry = self._find_entry(model)
-            if find_adapter(entry, name) is not None and not in_place:
+            if entry.find_adapter(name) is not None and not in_place:
                 raise AppError(
                     ErrorKind.INVALID,
                     f"{model} already has an adapter {name}: unload it first, or set load_inplace "
@@ -126,7 +114,7 @@ class AdapterService:
 
     async def _unload(self, model: str, name: str) -> None:
         async with self._changing:
-            adapter = find_adapter(self._find_entry(model), name)
+            adapter = self._find_entry(model).find_adapter(name)
             if adapter is None:
                 raise _not_found_error(name, "lora_name")
             self._set_adapters(

@@ -44,6 +44,14 @@ class RegisteredModel:
     served: ServedModel
     files: ModelFiles
 
+    @property
+    def adapters(self) -> Sequence[AdapterSettings]:
+        """The adapters that requests may select."""
+        return [adapter for adapter in self.served.settings.adapters if not adapter.retired]
+
+    def find_adapter(self, name: str) -> AdapterSettings | None:
+        return next((one for one in self.adapters if one.name == name), None)
+
 
 def build_entry(
     model: ModelSettings | None, files: ModelFiles, settings: Settings

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from app.images.fetch import ImageFetcher
 from app.images.input import read_image
 from app.images.processor import load_image_processor
 from app.runners.pool import ModelLease, ModelPool
-from app.serving.adapters import AdapterService, find_adapter, list_adapters
+from app.serving.adapters import AdapterService
 from app.serving.generation import Generation
 from app.serving.image_input import fetch_images, limit_images, reject_all_images
 from app.serving.model_describer import ModelDescriber
@@ -115,7 +115,7 @@ def _adapter_of(model: ResolvedModel) -> AdapterSettings | None:
 
 def _list_choices(entry: RegisteredModel) -> Sequence[AdapterSettings | None]:
     """Returns the model's adapters, after None for the model without one."""
-    return [None, *list_adapters(entry)]
+    return [None, *entry.adapters]
 
 
 def _join_name(entry: RegisteredModel, adapter: AdapterSettings | None) -> str:
@@ -523,11 +523,11 @@ class ModelRouter:
         name = name.removesuffix(":latest")
         model, _, last = name.rpartition(":")
         entry = self._registry.find_own(model) if model else None
-        if entry is not None and (adapter := find_adapter(entry, last)) is not None:
+        if entry is not None and (adapter := entry.find_adapter(last)) is not None:
             return entry, adapter
         if self._registry.find_own(name) is not None:
             return None
-        pairs = ((entry, find_adapter(entry, name)) for entry in self._registry.entries())
+        pairs = ((entry, entry.find_adapter(name)) for entry in self._registry.entries())
         return next(((entry, found) for entry, found in pairs if found is not None), None)
 
     def _build_card(
@@ -564,7 +564,7 @@ class ModelRouter:
         if name in self._fingerprints and self._fingerprints[name][0] is current:
             known = self._fingerprints[name][1]
         if key not in known:
-            keys = {"", *(one.key for one in list_adapters(entry))}
+            keys = {"", *(one.key for one in entry.adapters)}
             known = {key: value for key, value in known.items() if key in keys}
             known[key] = compute_fingerprint(current, entry.served.settings, adapter)
             self._fingerprints[name] = (current, known)
@@ -575,9 +575,10 @@ class ModelRouter:
         self, entry: RegisteredModel, adapter: AdapterSettings | None = None
     ) -> AsyncGenerator[ModelLease]:
         # the settings may have changed since the request was resolved
-        current = self._registry.find_own(entry.served.name) or entry
+        name = entry.served.name
+        current = self._registry.find_own(name) or entry
         try:
-            with self._adapters.use(entry.served.name, adapter):
+            with self._adapters.use(name, adapter) if adapter else nullcontext():
                 async with self._pool.lease(current.served) as lease:
                     yield lease
         finally:
