@@ -179,7 +179,8 @@ class _RunningServer:
 
         settings = self._settings
         workers, lag, traffic = ThreadPools(), EventLoopLag(), ConnectionStats()
-        usage = UsageCounters(self._keyring.get_limits)
+        has_limits = self._keyring.enabled
+        usage = UsageCounters(self._keyring.get_limits) if has_limits else UsageCounters()
         self._usage_file = _create_usage_file(settings, usage)
         limits = RequestLimits(settings, usage)
         self._watchdog = EventLoopWatchdog(lag, watchdog=settings.watchdog)

@@ -506,7 +506,7 @@ class Loop:
         return chunk
 
     def _dispatch_chunk(self, chunk: PrefillChunk) -> None:
-        self.on_stage(f"prefill of {pluralize(chunk.num_tokens, 'token')}")
+        self.on_stage(f"prefill, chunk size {chunk.num_tokens}")
         try:
             # If a sequence was cancelled, the prefix cache contains its chunk.
             chunk.dispatch()
