@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from app.api.anthropic.tool_use_ids import to_call_id
-from app.api.anthropic.tools import describe_addition, describe_removal
+from app.api.anthropic.tools import describe_addition, describe_removal, to_call_id
 from app.api.attachments import (
     read_attachment,
     read_image_data,

@@ -20,7 +20,7 @@ import orjson
 
 from app.api.anthropic.errors import render_messages_error
 from app.api.anthropic.tool_arguments import ArgumentsEncoder
-from app.api.anthropic.tool_use_ids import to_tool_use_id
+from app.api.anthropic.tools import to_tool_use_id
 from app.api.generate_endpoint import Progress
 from app.api.opaque_reasoning import digest_reasoning, encode_reasoning
 from app.core.errors import AppError

@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.anthropic.tool_use_ids import to_call_id, to_tool_use_id
+from app.api.anthropic.tools import to_call_id, to_tool_use_id
 
 # the usual form, Mistral's, Kimi's
 IDS = ["call_" + "0a" * 12, "aB3dE6gH9", "functions.get_weather:0", ""]
