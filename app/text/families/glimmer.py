@@ -24,8 +24,7 @@ from app.core.requests import Tool
 from app.grammar.constraint import MakeJsonSchema, MakeLiteral, ReasoningTags, ToolCallGrammar
 from app.text.syntax.output_parser import OutputBuilder
 from app.text.syntax.reader import Reader, Resumable
-from app.text.syntax.tagged_calls import CallTags
-from app.text.syntax.tagged_family import TaggedFamily
+from app.text.syntax.tagged_calls import CallTags, TaggedFamily
 
 _TAGS = CallTags(
     before="<atem:function_calls>",

@@ -17,8 +17,7 @@ encoding of V3.2 (`encoding_dsv32.py`, published with the weights).
 
 from app.grammar.constraint import ReasoningTags
 from app.text.syntax.parameter_types import STRING_TYPE, JsonTypes
-from app.text.syntax.tagged_calls import CallTags
-from app.text.syntax.tagged_family import TaggedFamily
+from app.text.syntax.tagged_calls import CallTags, TaggedFamily
 
 _DSML = "｜DSML｜"
 

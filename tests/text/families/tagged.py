@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from app.core.requests import Tool
-from app.text.syntax.tagged_family import TaggedFamily
+from app.text.syntax.tagged_calls import TaggedFamily
 from tests.text.families.reading import Call, check_text, collect_calls, join_content
 from tests.text.families.rows import ANY, Row
 from tests.text.families.walking import (
