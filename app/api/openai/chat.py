@@ -147,7 +147,7 @@ def _build_assistant_message(message: schema.AssistantMessage, at: str) -> Messa
         ToolCall(
             id=call.id,
             name=call.function.name,
-            arguments=normalize_arguments(call.function.arguments),
+            arguments=normalize_arguments(call.function.arguments or ""),
         )
         for call in message.tool_calls or ()
     )
@@ -192,6 +192,8 @@ def _read_part(part: schema.AssistantPart, path: str, *, omit: bool) -> ContentP
     match part:
         case schema.TextPart(text=text) | schema.RefusalPart(refusal=text):
             return text
+        case schema.ThinkingPart():
+            return ""
         case schema.ImagePart(image_url=image):
             image = image if isinstance(image, schema.ImageUrl) else schema.ImageUrl(url=image)
             return read_image_url(image.url, path, detail=image.detail, omit=omit)

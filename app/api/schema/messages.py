@@ -44,6 +44,12 @@ class RefusalPart(_Part, kw_only=True, frozen=True, tag="refusal"):
     refusal: str
 
 
+class ThinkingPart(_Part, kw_only=True, frozen=True, tag="thinking"):
+    """Earlier reasoning, as Mistral's API returns it. Omitted."""
+
+    ignored = ignore_fields("cache_control closed signature", thinking="The reasoning.")
+
+
 class ImageUrl(Item, kw_only=True, frozen=True):
     """The image."""
 
@@ -82,7 +88,7 @@ class VideoPart(_Part, kw_only=True, frozen=True, tag="video_url"):
 
 
 AttachmentPart = ImagePart | AudioPart | FilePart | VideoPart
-AssistantPart = TextPart | RefusalPart | AttachmentPart
+AssistantPart = TextPart | RefusalPart | ThinkingPart | AttachmentPart
 Part = TextPart | AttachmentPart
 Content = Annotated[
     str | list[Part] | None,
@@ -100,19 +106,19 @@ class CalledFunction(Item, kw_only=True, frozen=True):
 
     name: str
     arguments: Annotated[
-        str,
+        str | None,
         describe(
-            "A JSON object as a string. An empty string means an empty object.",
+            "A JSON object as a string. Null and an empty string mean an empty object.",
             schema={"contentMediaType": "application/json", "contentSchema": {"type": "object"}},
         ),
-    ]
+    ] = None
 
 
 class ToolCall(Item, kw_only=True, frozen=True):
-    """An earlier call of a tool."""
+    """An earlier call of a tool. Mistral's API leaves out the type."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: CalledFunction
     index: Annotated[
         Annotated[int, Meta(ge=0, le=INT64_MAX)] | None,

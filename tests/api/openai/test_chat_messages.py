@@ -219,8 +219,23 @@ def test_reasoning_alone_is_a_turn(calls: Any):
     assert message == Message(role="assistant", content="", reasoning="Hm.")
 
 
-def test_a_call_without_arguments_has_an_empty_object():
-    call = {**CALL, "function": {"name": "f", "arguments": ""}}
+def test_thinking_of_mistral_is_omitted():
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}], "closed": True}
+    content = [thinking, {"type": "text", "text": "hi"}]
+    assert read({"role": "assistant", "content": content}) == (
+        Message(role="assistant", content="hi"),
+    )
+
+
+def test_a_call_of_mistral_has_no_type():
+    call = {name: value for name, value in CALL.items() if name != "type"}
+    message, _ = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
+    assert message.tool_calls == (ToolCall(id="c1", name="f", arguments='{"a": 1}'),)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}])
+def test_a_call_without_arguments_has_an_empty_object(arguments: dict[str, Any]):
+    call = {**CALL, "function": {"name": "f", **arguments}}
     message, _ = read({"role": "assistant", "tool_calls": [call]}, result("c1"))
     assert message.tool_calls[0].arguments == "{}"
 
@@ -274,7 +289,6 @@ WRONG: list[tuple[Any, str]] = [
         "messages.0.tool_calls.0.type",
     ),
     (function(name=None), "messages.0.tool_calls.0.function.name"),
-    (function(arguments=None), "messages.0.tool_calls.0.function.arguments"),
     (function(arguments={}), "messages.0.tool_calls.0.function.arguments"),
     ({"role": "tool", "content": "42"}, "messages.0.tool_call_id"),
 ]
