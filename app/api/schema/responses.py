@@ -71,8 +71,9 @@ _HOSTED_ITEMS = frozenset(
         *("apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
         *("computer_call", "computer_call_output", "file_search_call", "image_generation_call"),
         *("local_shell_call", "local_shell_call_output", "mcp_approval_request"),
-        *("mcp_approval_response", "mcp_call", "mcp_list_tools", "shell_call"),
-        *("shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
+        *("mcp_approval_response", "mcp_call", "mcp_list_tools", "program", "program_output"),
+        *("shell_call", "shell_call_output", "tool_search_call", "tool_search_output"),
+        "web_search_call",
     )
 )
 
