@@ -227,6 +227,8 @@ def _config(case: Case) -> PretrainedConfig:
         config = {"text_config": config, "tie_word_embeddings": config.get("tie_word_embeddings")}
     if "vision_config" in parts:
         config["vision_config"] = {**config.get("vision_config", {}), **_BLIND}
+    if kind == "gemma3":
+        config["mm_tokens_per_image"] = 4  # of 2 x 2 patches
     return AutoConfig.for_model(kind, **{**config, **_NO_SPECIAL})
 
 
