@@ -532,6 +532,6 @@ def _check_source(config: Config, layer: int, source: int) -> None:
     ):
         if of(layer) != of(source):
             raise base.ModelError(
-                f"layer {layer} uses the keys of layer {source}, but has another {key}: "
+                f"layer {layer} uses the keys of layer {source}, but has a different {key}: "
                 f"{of(layer)} and {of(source)}"
             )

@@ -719,7 +719,9 @@ def _read_aliases() -> Mapping[str, Any]:
         if isinstance(target, ast.Name) and target.id in _ALIAS_TABLES
     }
     if tables.keys() != {*_ALIAS_TABLES}:
-        raise ModelError("this version of mlx-lm is not supported: install the one of mlxrunner")
+        raise ModelError(
+            "this version of mlx-lm is not supported: install the one that mlxrunner requires"
+        )
     return tables
 
 

@@ -609,7 +609,7 @@ def _spell_pattern(config: Mapping[str, Any]) -> str | None:
 def _find_fault(name: str, config: Mapping[str, Any]) -> str | None:
     """Returns why a class must not be used, as a clause, or None."""
     if name == "jamba" and config.get("num_experts") not in (None, 1):
-        return "normalizes the weights of experts in another way than the model was trained with"
+        return "normalizes the expert weights differently than in training"
     if name == "ernie4_5_moe" and config.get("moe_use_aux_free", True):
         return (
             "ignores the bias of the router (e_score_correction_bias): its results would be wrong"

@@ -555,5 +555,5 @@ def _read_exponents(module: _Module, part: str, scales: mx.array) -> mx.array | 
     # only an exponent, up to the largest normal number; E8M0 has no 0, but 2^-127 instead
     is_power = ((bits & 0x807FFFFF) == 0) & (bits < 0x7F800000)
     if not is_power.all().item():
-        raise module.error(part, "is declared as ue8m0, but has numbers that are no powers of two")
+        raise module.error(part, "is declared as ue8m0, but has numbers that are not powers of two")
     return (bits >> 23).astype(mx.uint8)

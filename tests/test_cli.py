@@ -201,7 +201,10 @@ def test_an_invalid_command_line_is_rejected(
             "did you mean serve?",
         ),
         ("''", f"no command: the commands are {', '.join(cli.COMMAND_NAMES)}"),
-        ("list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"),
+        (
+            "list one",
+            "unexpected argument 'one' (`mlxrunner list --help` lists the accepted options)",
+        ),
     ],
 )
 def test_an_unknown_command_is_rejected_with_the_known_ones(

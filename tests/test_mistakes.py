@@ -71,28 +71,28 @@ MISTAKES = (
     mistake("dance", "unknown command 'dance': the commands are {commands}"),
     mistake(
         "serve --prot 9",
-        "unknown option --prot; did you mean --port? (`mlxrunner serve --help-all` lists what is "
-        "accepted)",
+        "unknown option --prot; did you mean --port? (`mlxrunner serve --help-all` lists the "
+        "accepted options)",
     ),
     mistake(
         "serve --Port 9",
-        "unknown option --Port; did you mean --port? (`mlxrunner serve --help-all` lists what is "
-        "accepted)",
+        "unknown option --Port; did you mean --port? (`mlxrunner serve --help-all` lists the "
+        "accepted options)",
     ),
     mistake(
         "serve --max_queue 3",
         "unknown option --max_queue; did you mean --max-queue? (`mlxrunner serve --help-all` "
-        "lists what is accepted)",
+        "lists the accepted options)",
     ),
     mistake(
         "serve -port 9",
-        "unknown option -port; did you mean --port? (`mlxrunner serve --help-all` lists what is "
-        "accepted)",
+        "unknown option -port; did you mean --port? (`mlxrunner serve --help-all` lists the "
+        "accepted options)",
     ),
     mistake(
         "serve --ctx-size 8k",
         "unknown option --ctx-size; did you mean --context? (`mlxrunner serve --help-all` lists "
-        "what is accepted)",
+        "the accepted options)",
     ),
     mistake(
         "serve --alias chat",
@@ -101,66 +101,69 @@ MISTAKES = (
     ),
     mistake(
         "serve --kv-bits 8",
-        "unknown option --kv-bits; did you mean --kv? (`mlxrunner serve --help-all` lists what is "
-        "accepted)",
+        "unknown option --kv-bits; did you mean --kv? (`mlxrunner serve --help-all` lists the "
+        "accepted options)",
     ),
     mistake(
         "serve --max-model-len=8k",
         "unknown option --max-model-len; did you mean --context? (`mlxrunner serve --help-all` "
-        "lists what is accepted)",
+        "lists the accepted options)",
     ),
     mistake(
         "serve -c 8k",
-        "unknown option -c; did you mean --context? (`mlxrunner serve --help-all` lists what is "
-        "accepted)",
+        "unknown option -c; did you mean --context? (`mlxrunner serve --help-all` lists the "
+        "accepted options)",
     ),
     mistake(
         "serve --max-num-seqs 4",
         "unknown option --max-num-seqs; did you mean --parallel? (`mlxrunner serve --help-all` "
-        "lists what is accepted)",
+        "lists the accepted options)",
     ),
     mistake(
         "serve --gpu-memory-utilization 0.9",
         "unknown option --gpu-memory-utilization; did you mean --memory? (`mlxrunner serve "
-        "--help-all` lists what is accepted)",
+        "--help-all` lists the accepted options)",
     ),
     mistake(
         "serve --model org/x",
-        "unknown option --model: a model has no flag, as in `mlxrunner serve MODEL`",
+        "unknown option --model: a model is given without a flag, as in `mlxrunner serve MODEL`",
     ),
     mistake(
-        "serve -m org/x", "unknown option -m: a model has no flag, as in `mlxrunner serve MODEL`"
+        "serve -m org/x",
+        "unknown option -m: a model is given without a flag, as in `mlxrunner serve MODEL`",
     ),
     mistake(
         "serve --listen 0.0.0.0",
-        "unknown option --listen; did you mean --host? (`mlxrunner serve --help-all` lists what "
-        "is accepted)",
+        "unknown option --listen; did you mean --host? (`mlxrunner serve --help-all` lists the "
+        "accepted options)",
     ),
     mistake(
         "serve --no-pul",
         "unknown option --no-pul; did you mean --no-pull? (`mlxrunner serve --help-all` lists "
-        "what is accepted)",
+        "the accepted options)",
     ),
     mistake(
-        "serve --zzz", "unknown option --zzz (`mlxrunner serve --help-all` lists what is accepted)"
+        "serve --zzz",
+        "unknown option --zzz (`mlxrunner serve --help-all` lists the accepted options)",
     ),
     mistake("serve --port", "--port needs a value: --port N"),
     mistake("serve --pull=yes", "--pull takes no value: write --pull or --no-pull"),
     mistake(
         "list --jsn",
-        "unknown option --jsn; did you mean --json? (`mlxrunner list --help` lists what is "
-        "accepted)",
+        "unknown option --jsn; did you mean --json? (`mlxrunner list --help` lists the "
+        "accepted options)",
     ),
     mistake(
-        "list one", "unexpected argument 'one' (`mlxrunner list --help` lists what is accepted)"
+        "list one", "unexpected argument 'one' (`mlxrunner list --help` lists the accepted options)"
     ),
     mistake(
         "show --names",
-        "unknown option --names (`mlxrunner show --help-all` lists what is accepted)",
+        "unknown option --names (`mlxrunner show --help-all` lists the accepted options)",
     ),
     mistake("pull", "pull needs MODEL, as in `mlxrunner pull mlx-community/Qwen3-4B-4bit`"),
     mistake(
-        "pull one two", "unexpected argument 'two' (`mlxrunner pull --help` lists what is accepted)"
+        "pull one two",
+        "unexpected argument 'two' (`mlxrunner pull --help` lists the accepted options)",
     ),
     mistake("key", "key needs NAME, as in `mlxrunner key anna --file keys.toml`"),
     mistake(

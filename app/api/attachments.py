@@ -4,9 +4,9 @@ Knows: how they are sent, the text that replaces one. Must not know: dialects, w
 images.
 
 A new question with an attachment that the server cannot read is rejected, because the model could
-not answer it. In tool results and in earlier turns, a text replaces the attachment, and the
-response has a notice: an error would end the conversation, because the client sends the same turns
-with every later request. The serving layer applies the same rule to images that the model cannot
+not answer it. In tool results and in earlier turns, text replaces the attachment, and the response
+has a notice: an error would end the conversation, because the client sends the same turns with
+every later request. The serving layer applies the same rule to images that the model cannot
 process.
 """
 
@@ -43,7 +43,7 @@ def read_image_url(
     url: str | None, path: str, *, detail: str | None = None, omit: bool
 ) -> ContentPart:
     """Reads an image from a data URL. The serving layer fetches other addresses. omit: whether an
-    image that cannot be read is replaced by a text, which is returned, rather than rejected."""
+    image that cannot be read is replaced with text, which is returned, rather than rejected."""
     level = _DETAILS.get(detail or "", "auto")
     if url is not None and url[: len("https:")].lower().startswith(_REMOTE_SCHEMES):
         return _place(RemoteImage(url=url, detail=level, param=path), omit=omit)
@@ -67,7 +67,7 @@ def read_image_data(data: str | None, path: str, *, omit: bool) -> ContentPart:
 
 
 def refuse_image_file(path: str, field: str, *, omit: bool) -> str:
-    """Handles an image that the client names by the ID of an uploaded file. omit: as in
+    """Handles an image that the client identifies by the ID of an uploaded file. omit: as in
     `read_image_url`."""
     message = f"{path}: {field} is not supported: send the image itself, as base64"
     return _omit_image(invalid_request(path, message), omit=omit)

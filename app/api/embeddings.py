@@ -173,7 +173,8 @@ def render_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> Jso
 
 
 def render_native_embeddings(parsed: ParsedEmbedRequest, embeddings: Embeddings) -> object:
-    """Builds llama.cpp's response body. Each input has a list of vectors, and with pooling one."""
+    """Builds llama.cpp's response body. Each input has a list of vectors, or one vector with
+    pooling."""
     return [
         {"index": index, "embedding": [encode_vector(vector)]}
         for index, vector in enumerate(embeddings.vectors)
@@ -192,9 +193,9 @@ def encode_vector(vector: bytes) -> orjson.Fragment:
 
 
 def _build_inputs(value: Any) -> tuple[EmbedInput, ...]:
-    """Converts `input`, which is a text, a list of token IDs, a list of texts, or a list of token
-    ID lists. In place of a text, there may be an object, as in llama.cpp, and in a list of token
-    IDs, there may be texts."""
+    """Converts `input`, which is a string, a list of token IDs, a list of strings, or a list of
+    token ID lists. As in llama.cpp, a string may be replaced by an object, and a list of token IDs
+    may contain strings."""
     if isinstance(value, str | dict):
         return (_build_input(value, "input"),)
     items = as_array(value)
@@ -220,18 +221,18 @@ def _build_input(value: Any, at: str) -> EmbedInput:
             return EmbedInput(content=_build_parts(items, at), param=at)
         return EmbedInput(content=as_token_ids(items, at), param=at)
     raise invalid_request(
-        at, f"{at} must be a text or a list of token IDs, not {quote_value(value)}"
+        at, f"{at} must be a string or a list of token IDs, not {quote_value(value)}"
     )
 
 
 def _build_parts(items: Sequence[object], at: str) -> tuple[int | str, ...]:
-    """Converts token IDs and texts in order, as in llama.cpp."""
+    """Converts token IDs and strings in order, as in llama.cpp."""
     parts: list[int | str] = []
     for index, item in enumerate(items):
         part = item if isinstance(item, str) and item else as_integer(item)
         if part is None or (isinstance(part, int) and not 0 <= part <= INT32_MAX):
             raise invalid_request(
-                f"{at}.{index}", f"{at} must contain token IDs and texts, not {quote_value(item)}"
+                f"{at}.{index}", f"{at} must contain token IDs and strings, not {quote_value(item)}"
             )
         parts.append(part)
     return tuple(parts)

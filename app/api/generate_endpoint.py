@@ -96,7 +96,7 @@ class StreamEncoder(StreamEnds, Protocol):
 @dataclass(frozen=True, slots=True)
 class EventStream:
     """A response format with server-sent events. all_progress: whether each chunk of a prefill is
-    reported, instead of one each PROGRESS_INTERVAL."""
+    reported, instead of one per PROGRESS_INTERVAL."""
 
     encoder: StreamEncoder
     all_progress: bool = False
@@ -145,7 +145,7 @@ class ParsedRequest:
     reply: EventStream | JsonLines | JsonBody
 
 
-# What a body is parsed to if its request depends on the tokens of its prompt.
+# A parsed body whose request depends on the tokens of its prompt.
 UnfinishedRequest = Callable[[ResolvedModel], Awaitable[ParsedRequest]]
 
 

@@ -37,7 +37,7 @@ DONE_REASONS: Mapping[str, int] = {"stop": 0, "length": 1}
 
 def is_runner_request(data: bytes | bytearray) -> bool:
     """Returns whether the body of POST /completion is from Ollama's client, which always sends
-    `options`. llama.cpp's clients send options at the top."""
+    `options`. llama.cpp's clients send options at the top level."""
     try:
         names = OBJECT_DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

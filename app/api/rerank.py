@@ -4,8 +4,8 @@ Knows: the request and response formats of Jina's, Cohere's and llama.cpp's endp
 only in optional fields. Must not know: how scores are computed, the context length.
 
 Wire formats: Jina's API reference, "Reranker"; Cohere's API reference, "Rerank" (v2); llama.cpp's
-server, "/v1/rerank". A response has the fields of all of them. The end of a document that is too
-long for the model is ignored, as with Cohere.
+server, "/v1/rerank". A response has the fields of all of them. A document that is too long for the
+model is truncated, as in Cohere's API.
 """
 
 from array import array
@@ -101,7 +101,7 @@ def _build_documents(body: RerankBody) -> tuple[EmbedInput, ...]:
     for index, text in enumerate(texts):
         if not text:
             at = f"{name}.{index}"
-            raise invalid_request(at, f"{at} must be a text or an object with a text, not ''")
+            raise invalid_request(at, f"{at} must be a string or an object with a text, not ''")
     return tuple(
         EmbedInput(content=text, param=f"{name}.{index}") for index, text in enumerate(texts)
     )

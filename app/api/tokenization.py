@@ -38,7 +38,7 @@ TEXT_FIELDS = {"prompt": True, "content": False, "text": True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeRequest:
-    """The input to tokenize: a text, or the conversation of a request.
+    """The input to tokenize: text, or the conversation of a request.
 
     add_special: whether to add special tokens such as the beginning-of-sequence token. with_pieces:
     whether to return the ID and text of each token (llama.cpp's with_pieces). return_token_strs:

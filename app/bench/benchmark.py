@@ -199,9 +199,9 @@ class BenchConfig:
     path: the path of the endpoint. num_prompts: requests per level; None for a number that depends
     on the level, or for the whole trace. rounds: repetitions of each level. output_len: tokens per
     response. ignore_eos: None to find out whether the server supports it. extra_body: fields of
-    every request. num_warmups: requests before the first level; None for the highest concurrency.
-    time_limit: the timeout of one request, in seconds. seed: the seed of the prompts and the
-    arrivals.
+    every request. num_warmups: warm-up requests before the first level; None for the highest
+    concurrency. time_limit: the timeout of one request, in seconds. seed: the seed of the prompts
+    and the arrivals.
     """
 
     path: str = CHAT_PATH

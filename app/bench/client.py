@@ -255,7 +255,7 @@ class RequestRecord:
     @property
     def ttft(self) -> float:
         """Time to first token: to the first chunk that holds output, or to the last chunk if no
-        token has a text, as with end-of-sequence tokens only."""
+        token has any text, as with end-of-sequence tokens only."""
         return self.arrivals[0] if self.arrivals else self.latency
 
     @property
@@ -266,7 +266,7 @@ class RequestRecord:
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first one. None for a single token, and if no token has
-        a text."""
+        any text."""
         if self.output_tokens < 2 or not self.arrivals:
             return None
         return (self.latency - self.ttft) / (self.output_tokens - 1)
@@ -311,7 +311,7 @@ class StreamRecorder:
 
     def feed(self, now: float, received: bytes) -> None:
         """Records the bytes that arrived at the time `now`. Raises RequestFailure for an error
-        event and for a stream of another format."""
+        event and for a stream in a different format."""
         for data in self._parser.feed(received):
             if data.strip() == b"[DONE]":
                 self._done = True

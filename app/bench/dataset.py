@@ -186,10 +186,10 @@ def read_trace(file: Path) -> tuple[TraceRow, ...]:
         message = f"{file} cannot be read: {error.strerror}"
         raise AppError(ErrorKind.INVALID, message) from error
     except UnicodeDecodeError as error:
-        raise AppError(ErrorKind.INVALID, f"{file} is not a UTF-8 text: {error}") from error
+        raise AppError(ErrorKind.INVALID, f"{file} is not UTF-8 text: {error}") from error
     if not rows:
         raise AppError(
-            ErrorKind.INVALID, f"{file} has no requests: it needs one JSON object a line"
+            ErrorKind.INVALID, f"{file} has no requests: it needs one JSON object per line"
         )
     return rows
 
@@ -234,7 +234,7 @@ def _parse_prompts(row: Mapping[str, Any], output_tokens: int | None) -> Iterato
     """Yields one prompt per recorded assistant message, and one for the messages after the last."""
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ValueError("prompt is not a text")
+            raise ValueError("prompt is not a string")
         yield BenchPrompt(text=row["prompt"], output_tokens=output_tokens)
         return
     messages = _parse_objects(row, "messages")
@@ -256,7 +256,7 @@ def _parse_objects(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any]
 
 
 def _parse_number(row: Mapping[str, Any], *names: str) -> float | None:
-    """The first of these fields. Raises ValueError for a negative number and for another type."""
+    """The first of these fields. Raises ValueError for a negative number or a different type."""
     for name in names:
         value: object = row.get(name)
         if value is not None:

@@ -282,7 +282,7 @@ def _make_level_json(report: LevelReport) -> dict[str, Any]:
 
 
 def format_value(value: float | None) -> str:
-    """Formats a value with three digits or more."""
+    """Formats a value with at least three digits."""
     if value is None:
         return "-"
     if isinstance(value, int):

@@ -1,7 +1,7 @@
 """The arguments of `mlxrunner bench`. The names are those of `vllm bench serve` where it has them.
 
-Knows: argparse, the values of arguments. Must not know: what a benchmark does with them. Imports
-nothing heavy, because every command builds the parser.
+Knows: argparse, the values of arguments. Must not know: what a benchmark does with them. Imports no
+heavy modules, because every command builds the parser.
 """
 
 import argparse
@@ -40,14 +40,14 @@ def _add_server_arguments(add: _AddArgument) -> None:
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help="measure two servers in alternation and print ratios",
+        help="alternate between two servers and print ratios",
     )
     add(
         "--model",
         action="append",
         default=[],
         metavar="NAME",
-        help="model name; with --compare given twice, for A and B (default: the first one)",
+        help="model name; with --compare, may be given twice, for A and B (default: the first one)",
     )
     add(
         "--endpoint",
@@ -61,11 +61,11 @@ def _add_server_arguments(add: _AddArgument) -> None:
         action="append",
         default=[],
         metavar="VARIABLE",
-        help="variable that holds the API key; with --compare given twice, for A and B "
+        help="variable that holds the API key; with --compare, may be given twice, for A and B "
         "(default: MLXRUNNER_API_KEY)",
     )
     add("--insecure", action="store_true", help="accept any TLS certificate")
-    add("--config", metavar="FILE", help="TOML file with the settings of the server")
+    add("--config", metavar="FILE", help="TOML file with the server's settings")
 
 
 def _add_load_arguments(add: _AddArgument) -> None:
@@ -74,7 +74,7 @@ def _add_load_arguments(add: _AddArgument) -> None:
         type=_parse_list(_parse_positive_integer),
         metavar="N[,N...]",
         help="concurrent requests; one level for each number (default: 1,2,4,8, no limit with "
-        "--request-rate and for a trace with times)",
+        "--request-rate and for a trace with timestamps)",
     )
     add(
         "--request-rate",
@@ -105,7 +105,7 @@ def _add_load_arguments(add: _AddArgument) -> None:
         "--num-warmups",
         type=_parse_count,
         metavar="N",
-        help="requests before the first level (default: the highest concurrency)",
+        help="warm-up requests before the first level (default: the highest concurrency)",
     )
     add(
         "--timeout",
@@ -148,13 +148,13 @@ def _add_prompt_arguments(add: _AddArgument) -> None:
         "--trace-speed",
         type=_parse_positive,
         metavar="F",
-        help="divide the times of the trace; inf ignores them (default: 1)",
+        help="divide the timestamps of the trace by this; inf ignores them (default: 1)",
     )
     add(
         "--trace-length-scale",
         type=_parse_positive,
         metavar="F",
-        help="multiply input_length and output_length of the trace (default: 1)",
+        help="multiply input_length and output_length of the trace by this (default: 1)",
     )
 
 
@@ -169,8 +169,8 @@ def _add_request_arguments(add: _AddArgument) -> None:
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="whether to generate all tokens even if the model ends (default: yes, if the server "
-        "accepts the field)",
+        help="whether to generate all tokens even if the model ends the output (default: yes, if "
+        "the server accepts the field)",
     )
     add("--temperature", type=_parse_number, default=0.0, metavar="F", help="(default: 0)")
     add(

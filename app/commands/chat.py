@@ -9,7 +9,7 @@ only prints a hint.
 Pasted text of several lines is one message. The terminal encloses it in two escape sequences
 (bracketed paste, https://invisible-island.net/xterm/ctlseqs/ctlseqs.html). GNU readline then
 returns all of its lines at once. libedit, the editor of some builds of Python, returns them one by
-one; it replaces the sequences by two marks.
+one; it replaces the sequences with two marks.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class Chat:
         return True
 
     def _answer(self, text: str) -> None:
-        """Answers a message. The conversation keeps the answer as far as it was generated. A
+        """Answers a message. The conversation keeps the part of the answer that was generated. A
         message without any answer is removed."""
         state = self._state
         question = ChatMessage(role="user", content=text, images=state.images)
@@ -172,8 +172,8 @@ def _read_marked_lines(prompt: str) -> str:
 
 
 def _write_history(readline: ModuleType, file: Path) -> None:
-    """Writes the history, which only its owner may read. A disk that cannot be written is not worth
-    an error."""
+    """Writes the history, which only its owner may read. A disk that cannot be written is not
+    reported as an error."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))

@@ -23,7 +23,7 @@ HELP = """\
   /set system TEXT          set the system message
   /set parameter NAME VALUE set a sampling parameter: {parameters}
   /set think | nothink      let the model reason, or not
-  /set format json | FILE   answer in JSON, or by the JSON schema in a file; noformat ends it
+  /set format json | FILE   answer in JSON, or follow the JSON schema in a file; noformat ends it
   /set verbose | quiet      show the speed of each answer, or not
   /set history | nohistory  keep the lines that you type for the next chat, or not
   /show [info | parameters | system | template | license]

@@ -177,7 +177,7 @@ def open_own_server(
     configuration: ResolvedConfig, model: ModelSettings | None, report: Callable[[int], None]
 ) -> Generator[Endpoint]:
     """Runs a server with one model until the context exits. model: None for the built-in model.
-    report: gets the progress of the load in percent. Raises AppError(ENGINE) if it does not
+    report: receives the progress of the load in percent. Raises AppError(ENGINE) if it does not
     start."""
     key = generate_key()
     own = replace(configuration, settings=_make_own_settings(configuration.settings, model))

@@ -18,7 +18,7 @@ _FILE, _MODEL = "FILE", "MODEL"
 
 
 def render_completion(shell: Shell, parser: CommandLineParser) -> str:
-    """Returns the script, ending in a line end."""
+    """Returns the script, ending with a newline."""
     render = {"bash": _render_bash, "zsh": _render_zsh, "fish": _render_fish}[shell]
     return "\n".join(render(parser)) + "\n"
 

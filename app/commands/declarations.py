@@ -4,7 +4,7 @@ Knows: the commands, their arguments, groups and examples. Must not know: the im
 commands, the sources of the settings. Heavy imports are deferred until the arguments have been
 validated.
 
-A command is one block here and a name in `COMMANDS`, which gives its place in `--help`.
+A command is one block here and a name in `COMMANDS`, which determines its position in `--help`.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def _add_run_arguments(parser: CommandLineParser) -> None:
         help="let the model reason before it answers (default: the model's own)",
     )
     group.add_argument(
-        "--format", metavar="json|FILE", help="answer in JSON, or by the JSON schema in a file"
+        "--format", metavar="json|FILE", help="answer in JSON, or follow the JSON schema in a file"
     )
     group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
     group.add_argument("--seed", type=int, metavar="N", help="seed of the random numbers")
@@ -87,7 +87,7 @@ def _add_run_arguments(parser: CommandLineParser) -> None:
         "--verbose", action="store_true", help="show the speed and the token counts of each answer"
     )
     group.add_argument(
-        "--no-history", action="store_true", help="keep no typed lines for the next chat"
+        "--no-history", action="store_true", help="do not save the typed lines for later chats"
     )
     command_line.add_setting_flags(
         parser,
@@ -404,7 +404,7 @@ def _add_prove_arguments(parser: CommandLineParser) -> None:
         type=make_argparse_type(value_types.duration().parse_text),
         default=90.0,
         metavar="TIME",
-        help="approximate length of the proof (default: 90)",
+        help="approximate duration of the proof (default: 90)",
     )
     group.add_argument("--json", action="store_true", help="print JSON")
     command_line.add_setting_flags(

@@ -3,7 +3,7 @@
 Knows: macOS versions, MLX's wheels, NVIDIA's drivers. Must not know: models, the other findings of
 doctor.
 
-The report is a pure function of a `DeviceDescription`. Its rules were read in MLX's source and in
+The report is a pure function of a `DeviceDescription`. Its rules come from MLX's source and from
 the wheels of MLX 0.32.4, and the tests use invented machines: no Mac and no NVIDIA GPU was
 available.
 """
@@ -120,8 +120,8 @@ def _find_macos_problems(found: DeviceDescription) -> Iterator[str]:
             )
         yield (
             f"MLX was installed without kernels for this chip's neural accelerators{reason}: "
-            "prompts are read more slowly. Install mlxrunner again with a Python that was built "
-            "for macOS 26 (from python.org or Homebrew)"
+            "prompts are processed more slowly. Install mlxrunner again with a Python that was "
+            "built for macOS 26 (from python.org or Homebrew)"
         )
     elif accelerated and found.macos and found.macos[:2] < _ACCELERATOR_MACOS:
         yield (
@@ -224,7 +224,7 @@ def _read_driver_cuda() -> tuple[int, ...]:
 
 
 def _sysctl(name: str) -> str:
-    """Returns a value of the kernel of macOS, or "" if there is none."""
+    """Returns a value from the macOS kernel, or "" if there is none."""
     try:
         done = subprocess.run(
             ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False

@@ -28,7 +28,7 @@ def make_key(
     on stderr, so that a program can read the key.
 
     file: the key file to which the digest is appended; None prints the entry instead. expires: the
-    day, in UTC, from whose begin the key is rejected; None means never. Raises
+    day, in UTC, from whose start the key is rejected; None means never. Raises
     AppError(INVALID) for an invalid name or an unusable file; no key is printed in this case.
     """
     fresh = api_keys.generate_key()
@@ -95,7 +95,7 @@ def _append_locked(descriptor: int, file: Path, table: str) -> tuple[api_keys.Ap
         raise AppError(ErrorKind.INVALID, f"{file} is not valid UTF-8") from None
     try:
         if os.write(descriptor, data) != len(data):
-            raise OSError("only a part was written")
+            raise OSError("only part of it was written")
         os.fsync(descriptor)
     except OSError:
         os.ftruncate(descriptor, size)

@@ -61,8 +61,8 @@ class LaunchOptions:
 
 
 def launch(options: LaunchOptions, configuration: ResolvedConfig) -> int:
-    """Runs a program and returns its exit status. A program that a signal ended has the status of
-    a shell, 128 plus the signal.
+    """Runs a program and returns its exit status. For a program that was killed by a signal, it is
+    128 plus the signal, as in a shell.
 
     Raises AppError(INVALID) for a program that is not installed and for settings that exclude a
     launch, and AppError for a server that cannot be used or started.

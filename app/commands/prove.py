@@ -207,8 +207,8 @@ class _HttpAnswer:
 def compare_streams(
     endpoint: Endpoint, requests: Sequence[ProofRequest], tolerance: float | None
 ) -> Sequence[tuple[str, Comparison]]:
-    """Sends every request twice, with several clients at a time, and compares the streamed answer
-    and the other one with the reference. Returns a label and a comparison per answer."""
+    """Sends every request twice, with several clients at a time, and compares the streamed and the
+    non-streamed answer with the reference. Returns a label and a comparison per answer."""
     with ThreadPoolExecutor(_CLIENTS) as clients:
         pairs = clients.map(partial(_compare_request, endpoint, tolerance), requests)
         return [pair for found in pairs for pair in found]

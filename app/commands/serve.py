@@ -1,6 +1,6 @@
 """`mlxrunner serve`: spawns the process of the first model, and then imports and runs the server.
 
-Knows: the order of a start. Must not know: requests, models. Most of a start is imports, of the
+Knows: the order of a start. Must not know: requests, models. Startup is mostly imports, of the
 engine in the model process and of the server in this one, so both happen at the same time.
 """
 

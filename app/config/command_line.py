@@ -261,13 +261,16 @@ def _explain_unknown(command: CommandLineParser, word: str) -> str:
     name = _quote(word.partition("=")[0])
     flags = command.list_flags()
     help_flag = "--help-all" if "--help-all" in flags else "--help"
-    hint = f" (`{command.prog} {help_flag}` lists what is accepted)"
+    hint = f" (`{command.prog} {help_flag}` lists the accepted options)"
     if not name.startswith("-"):
         return f"unexpected argument {name!r}{hint}"
     foreign = find_option_by_other_name(name)
     if "--config" in flags and name in _MODEL_FLAGS:
         model = _quote(word.partition("=")[2]) or "MODEL"
-        return f"unknown option {name}: a model has no flag, as in `{command.prog} {model}`"
+        return (
+            f"unknown option {name}: a model is given without a flag, as in "
+            f"`{command.prog} {model}`"
+        )
     if "--config" in flags and name in _ALIAS_FLAGS:
         return (
             f"unknown option {name}: a model gets another name with `alias` in a [[models]] table "

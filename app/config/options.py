@@ -315,7 +315,7 @@ GROUPS = (
             make_option(
                 "kv",
                 value_types.choice(*get_args(KVPrecision)),
-                "precision of the KV cache; auto: that of the checkpoint, so that bfloat16 models "
+                "precision of the KV cache; auto: the checkpoint's, so that bfloat16 models "
                 "need half the memory and decode long contexts faster",
                 other_names="kv-bits kv-cache-dtype cache-type-k ctk cache-type-v ctv "
                 "kv-cache-type",
@@ -335,8 +335,8 @@ GROUPS = (
             make_option(
                 "experimental_metal",
                 value_types.boolean(),
-                "on a Mac, use code that was tested without one: a kernel for gated delta nets, "
-                "wired memory, a smaller prefix cache under memory pressure",
+                "on a Mac, use code that has not been tested on one: a kernel for gated delta "
+                "nets, wired memory, a smaller prefix cache under memory pressure",
             ),
             make_option(
                 "parallel",
@@ -433,7 +433,7 @@ GROUPS = (
                 "max_logprobs",
                 value_types.count(-1),
                 "maximum number of alternatives per token in logprobs (-1: the whole vocabulary); "
-                "4,194,304 divided by --parallel at most",
+                "at most 4,194,304 divided by --parallel",
             ),
             make_option(
                 "max_time",
@@ -475,7 +475,7 @@ GROUPS = (
             make_option(
                 "strict_fields",
                 value_types.boolean(),
-                "reject unknown fields at the top of a request body instead of ignoring them",
+                "reject unknown fields at the top level of a request body instead of ignoring them",
             ),
             make_option(
                 "reasoning_field",

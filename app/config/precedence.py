@@ -1,8 +1,8 @@
 """The sources of settings and their precedence: flags, environment variables, a file, and the
 defaults.
 
-Knows: the order of the sources, the source of each setting, the environment variables, also the one
-for the folder of the program's data. Must not know: the syntax of the file and of the flags.
+Knows: the order of the sources, the source of each setting, the environment variables, including
+the one for the program's data folder. Must not know: the syntax of the file and of the flags.
 
 A configuration file is read only if its path is given explicitly. The behavior and access control
 of a server must not depend on the working directory or on a forgotten file in a home directory.

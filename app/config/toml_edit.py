@@ -53,7 +53,7 @@ class ConfigFile:
 
 
 def edit_defaults(text: str, defaults: ModelDefaults) -> str:
-    """Returns the text of a file with these defaults of a model, and with no others for it. Raises
+    """Returns the text of a file with these defaults of a model, and no others for it. Raises
     AppError(INVALID) for a file that can only be edited by hand, and TOMLDecodeError."""
     document = tomllib.loads(text)
     # lines are separated by \n only; the \r of a file from Windows is part of each line
@@ -95,7 +95,7 @@ def _append_table(lines: Sequence[str], defaults: ModelDefaults) -> Sequence[str
 def _edit_table(
     lines: Sequence[str], table: Mapping[str, Any], defaults: ModelDefaults
 ) -> Sequence[str]:
-    """Returns the lines of a table with other values. lines: its header, its keys, and what follows
+    """Returns the lines of a table with new values. lines: its header, its keys, and what follows
     until the next table."""
     if defaults.is_empty:
         return _remove_keys(lines[1:])
@@ -144,7 +144,7 @@ def _key_length(lines: Sequence[str], place: int) -> int:
 
 
 def _replace(block: Sequence[str], option: Option, value: Any) -> str:
-    """Returns the line of a key with another value, the same indentation, and the comment that
+    """Returns the line of a key with a new value, the same indentation, and the comment that
     follows the value."""
     indent = block[0][: len(block[0]) - len(block[0].lstrip())]
     end = "\r" if block[-1].endswith("\r") else ""
@@ -214,7 +214,7 @@ def _check(
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replaces a file, so that no reader sees a part of it."""
+    """Replaces a file, so that no reader sees a partial file."""
     mode = path.stat().st_mode & 0o7777
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -267,14 +267,14 @@ def adapters() -> ValueType:
 
 
 def prose() -> ValueType:
-    """A text of any number of lines that is not blank."""
+    """Non-blank text of any number of lines."""
 
     def parse(text: str) -> str:
         if not text.strip():
             raise ValueError
         return text
 
-    return ValueType(description="a text that is not blank", metavar="TEXT", parse=parse)
+    return ValueType(description="a string that is not blank", metavar="TEXT", parse=parse)
 
 
 def path() -> ValueType:

@@ -1,4 +1,4 @@
-"""The installed distributions of mlxrunner and of MLX's library, and Metal's names of GPUs, without
+"""The installed distributions of mlxrunner and of MLX's library, and Metal's GPU names, without
 importing MLX.
 
 Knows: the metadata of installed distributions, the files of MLX, the form of the names. Must not
@@ -6,8 +6,8 @@ know: MLX's modules, the machine.
 
 The distributions mlx-cpu, mlx-cuda-12 and mlx-cuda-13 install the same file, mlx/lib/libmlx.so.
 Installers do not prevent this. The last one that was installed has overwritten the library of the
-others, and removing one of them removes the library. MLX then fails at import, or computes on
-another device than intended.
+others, and removing one of them removes the library. MLX then fails at import, or computes on a
+different device than intended.
 """
 
 import csv
@@ -45,7 +45,7 @@ class MlxLibrary:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether MLX can be used. Without a provider, MLX was installed in another way."""
+        """Whether MLX can be used. Without a provider, MLX was installed in a different way."""
         return not self.providers or (len(self.providers) == 1 and self.loaded is not None)
 
 
@@ -80,7 +80,7 @@ def inspect_mlx_library(folder: Path | None = None) -> MlxLibrary:
     that contains the package mlx; None searches sys.path.
 
     The size decides, because hashing the 21 MB of the CPU's library would take 45 ms at each start,
-    and different libraries hardly ever have the same number of bytes.
+    and different libraries rarely have the same number of bytes.
     """
     place = folder or _find_mlx_folder()
     if place is None:

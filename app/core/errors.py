@@ -158,8 +158,8 @@ def escape_control_characters(text: str) -> str:
 
 
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """ "; did you mean …?", or "" if no known name is similar to `word`. prefix: with which all
-    names begin; it is not compared, because it would make all names similar."""
+    """ "; did you mean …?", or "" if no known name is similar to `word`. prefix: the prefix of all
+    names, which is not compared, because it would make all names similar."""
     found = find_nearest(word, known, prefix)
     return f"; did you mean {found}?" if found else ""
 

@@ -77,7 +77,7 @@ class Capacity:
     can be resumed only at checkpoints. backend: the compute backend; None if unknown. kv_dtype: the
     type of the keys and values in KV caches, such as "bfloat16"; None without attention layers.
     wirable: the maximum number of bytes that the engine wires; 0 if the device cannot wire memory.
-    vision: whether the model computes images.
+    vision: whether the model processes images.
     """
 
     parallel: int
@@ -415,8 +415,8 @@ CallResult = TypeVar("CallResult")
 
 
 class EngineCall(Struct, Generic[CallResult], frozen=True, kw_only=True, array_like=True):
-    """A call that the engine handles between two steps, and that has a reply. A new one needs a
-    struct here, a place in `AnyEngineCall`, and a case in `app.engine.loop.Loop.call`."""
+    """A call that the engine handles between two steps, and that has a reply. A new call needs a
+    struct here, an entry in `AnyEngineCall`, and a case in `app.engine.loop.Loop.call`."""
 
 
 class GetPrefixSnapshot(

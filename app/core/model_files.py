@@ -24,8 +24,8 @@ RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedToken:
-    """A token of a tokenizer that is recognized in a text before it is split. The fields are those
-    of `added_tokens` in tokenizer.json."""
+    """A token of a tokenizer that is recognized in text before it is split. The fields are those of
+    `added_tokens` in tokenizer.json."""
 
     id: int
     content: str

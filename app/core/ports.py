@@ -153,8 +153,8 @@ class Runner(Protocol):
 
     async def call(self, call: EngineCall[CallResult]) -> CallResult:
         """Calls the engine, once it has finished its current step, and returns its reply. If the
-        call is cancelled, the engine may handle it nevertheless. Raises AppError as `submit` does,
-        and the AppError of the call."""
+        call is cancelled, the engine may still handle it. Raises AppError as `submit` does, and the
+        AppError of the call."""
         ...
 
     async def wait_for_failure(self) -> RunnerFailure:
@@ -266,7 +266,7 @@ class Models(Protocol):
     async def load_adapter(
         self, model: ResolvedModel, name: str, path: str, *, in_place: bool = False
     ) -> None:
-        """Loads a LoRA adapter of a model from a path on this machine. The model is loaded, too.
+        """Loads a LoRA adapter of a model from a path on this machine. This also loads the model.
         in_place: whether the adapter replaces one with the same name, which running requests
         continue to use. Raises AppError, and then nothing has changed: INVALID if the name is taken
         or the adapter cannot be used, MODEL_NOT_FOUND if the path does not exist."""
@@ -274,7 +274,7 @@ class Models(Protocol):
 
     async def unload_adapter(self, model: ResolvedModel, name: str) -> None:
         """Unloads a LoRA adapter of a model after the requests that use it have finished. New
-        requests do not find it any more. Raises AppError(MODEL_NOT_FOUND)."""
+        requests no longer find it. Raises AppError(MODEL_NOT_FOUND)."""
         ...
 
     def get_defaults(self, model: ResolvedModel) -> ModelDefaults:
@@ -362,7 +362,7 @@ class ModelLibrary(Protocol):
 
     def upload_blob(self, digest: str) -> AbstractAsyncContextManager[BlobWriter]:
         """Uploads a file. Exiting the context without `commit` discards the file. Raises AppError,
-        also while another upload is running."""
+        including while another upload is running."""
         ...
 
 

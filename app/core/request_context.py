@@ -54,8 +54,8 @@ class RequestContext:
     prompts whose prefill did not finish. decoded_tokens, decode_ns: the tokens after the first one
     of each choice, and the longest decode time of a choice. error_format: the format of this
     request's error responses; None is OpenAI's format. strict_fields: whether an unknown field at
-    the top of the body is an error. notices: describe the parts of the request that were omitted,
-    without client text. ignored_fields: the number of unknown fields that were ignored.
+    the top level of the body is an error. notices: describe the parts of the request that were
+    omitted, without client text. ignored_fields: the number of unknown fields that were ignored.
     """
 
     id: str
@@ -87,7 +87,7 @@ class RequestContext:
 
     def build_notice(self, *, redact: bool = False) -> str:
         """Returns the notices as one line of visible ASCII, or "". redact: whether to omit names
-        that could contain other text of the client than a name."""
+        that could contain client text other than a name."""
         parts = list(self.notices)
         if self._ignored_paths:
             paths = [_show_path(path, redact=redact) for path in self._ignored_paths]

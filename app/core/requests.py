@@ -71,7 +71,7 @@ def join_contents(
 
 
 def prepend_text(message: Message, text: str) -> Message:
-    """Returns the message with a text before its content."""
+    """Returns the message with text before its content."""
     images = tuple(replace(one, offset=one.offset + len(text)) for one in message.images)
     return replace(message, content=text + (message.content or ""), images=images)
 
@@ -142,7 +142,7 @@ class JsonSchema(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
 
 
 class Regex(Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """The output is a text that fully matches this regular expression."""
+    """The output is text that fully matches this regular expression."""
 
     pattern: str
     param: str | None = None
@@ -303,8 +303,8 @@ def _estimate_message_size(message: Message) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedInput:
-    """A text, its tokens, or tokens and texts in order; never empty. param: the dotted path of the
-    request field."""
+    """A string, its tokens, or tokens and strings in order; never empty. param: the dotted path of
+    the request field."""
 
     content: str | tuple[int | str, ...]
     param: str

@@ -3,13 +3,12 @@ signals, the memory that the C library retains.
 
 Knows: the GIL, the collector, glibc. Must not know: the threads, which objects are long-lived.
 
-A full collection visits every container of the process, and holds the GIL meanwhile. A cached
-prompt has about 40 containers, most of them layer caches, so a full collection with 10,000 cached
-prompts would stop all streams for 0.15 seconds. Therefore, an object that has survived a full
-collection is never visited again. It is still freed as soon as nothing refers to it, but not if it
-becomes part of a cycle. Requests to a model process leave no cycles behind (after 900 requests, the
-collector found 5 objects), but requests to the server process do, so only model processes freeze
-objects.
+A full collection visits every container of the process while holding the GIL. A cached prompt has
+about 40 containers, most of them layer caches, so a full collection with 10,000 cached prompts
+would stop all streams for 0.15 seconds. Therefore, an object that has survived a full collection is
+never visited again. It is still freed as soon as nothing refers to it, but not if it becomes part
+of a cycle. Requests to a model process leave no cycles behind (after 900 requests, the collector
+found 5 objects), but requests to the server process do, so only model processes freeze objects.
 """
 
 import ctypes

@@ -158,7 +158,7 @@ SAMPLING_KNOBS: Sequence[SamplingKnob] = (
         kind=int,
         low=-1,
         high=INT32_MAX,
-        doc="The number of last tokens to penalize, including the prompt; -1 is all, 0 is none.",
+        doc="The number of last tokens to penalize, including the prompt; -1 means all, 0 none.",
     ),
     SamplingKnob(
         name="seed",

@@ -186,7 +186,7 @@ class Settings:
     maximum number of alternatives per token; -1 means the whole vocabulary. drain: the number of
     seconds that running requests have to finish during a graceful shutdown. ping: the number of
     seconds without an event after which a stream sends a comment. strict_fields: whether an unknown
-    field at the top of a request body is an error. reasoning_field: the name of the field for
+    field at the top level of a request body is an error. reasoning_field: the name of the field for
     reasoning in chat completions; "both" sends the reasoning twice.
 
     log_format, log_level, access_log: the format and the content of the log. otlp: the URL of an
@@ -293,7 +293,7 @@ def _find_conflicts(settings: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "context_shift",
             "--context-shift and --exact cannot be combined: the tokens that a shift keeps were "
-            "computed with the discarded ones",
+            "computed from the discarded ones",
         )
     if settings.multi_user and settings.cache != "slots":
         yield "multi_user", "--multi-user needs --cache slots"
@@ -377,8 +377,8 @@ def merge_reloaded(current: Settings, wanted: Settings) -> tuple[Settings, tuple
 
 
 def needs_new_process(before: Settings, after: Settings) -> bool:
-    """Returns whether a model with the settings `after` must be loaded anew. Both are the settings
-    of one model."""
+    """Returns whether a model with the settings `after` must be reloaded. Both are the settings of
+    one model."""
     return any(
         getattr(before, field.name) != getattr(after, field.name)
         for field in fields(Settings)

@@ -122,7 +122,7 @@ class UsageCounters:
         }
 
     def restore_daily_tokens(self, known: Mapping[str, DailyTokens]) -> None:
-        """Adds the tokens of an earlier server. Tokens of another day do not count any more."""
+        """Adds the tokens of an earlier server. Tokens of earlier days no longer count."""
         for caller, earlier in known.items():
             used = self.get(caller)
             if used.day == earlier.day:
@@ -251,9 +251,10 @@ class EventLoopLag:
 @dataclass(slots=True)
 class ConnectionStats:
     """Counters of connections and responses. open_connections: sockets that are currently open, in
-    any state. shutting_down: whether the server stops. accepted_connections: connections accepted
-    since the start. closed_by_reason: connections that the server closed, by reason. responses:
-    responses sent. ignored_fields: unknown request fields that were ignored, by route template."""
+    any state. shutting_down: whether the server is stopping. accepted_connections: connections
+    accepted since startup. closed_by_reason: connections that the server closed, by reason.
+    responses: responses sent. ignored_fields: unknown request fields that were ignored, by route
+    template."""
 
     open_connections: int = 0
     shutting_down: bool = False

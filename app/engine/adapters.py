@@ -46,7 +46,7 @@ class _Adapter:
 class Adapters:
     """The adapters of one model, which is not copied before it has one.
 
-    has_default: whether rows without a named adapter use one, too.
+    has_default: whether rows without a named adapter also use one.
     reserve: called with the size of an adapter before its weights are read, and with the negative
         size after it was unloaded. May raise AppError(MODEL_FILES), and the adapter is not loaded.
     """
@@ -104,8 +104,7 @@ class Adapters:
         if self.has_default and key != _DEFAULT_KEY:
             raise _error(
                 path,
-                "the model contains an adapter, and supports no others: serve the model that it is "
-                "made from",
+                "the model contains an adapter, and supports no others: serve its base model",
             )
         if self._adapted is None:
             self._adapted = AdaptedModel(self._model)
@@ -175,7 +174,7 @@ def _read_folder(folder: Path) -> dict[str, LoraFactors]:
     try:
         config: Any = json.loads((folder / _CONFIG).read_text("utf-8"))
     except FileNotFoundError as error:
-        why = f"it has no {_CONFIG}: it is not the folder of an adapter"
+        why = f"it has no {_CONFIG}: it is not an adapter folder"
         raise _error(folder, why if folder.exists() else "it does not exist") from error
     except (OSError, ValueError) as error:
         raise _error(folder / _CONFIG, f"it cannot be read: {error}") from error

@@ -4,8 +4,8 @@ Knows: sequences, layer caches, the memory budget of slabs. Must not know: the m
 scheduling.
 
 A slab (models/kv_slab.py) computes the attention of all rows with one operation, and pads each row
-to the longest one. It pays if there are several rows of similar lengths, which `choose_slab_rows`
-selects.
+to the longest one. It pays off if there are several rows of similar lengths, which
+`choose_slab_rows` selects.
 
     arrange     before each decode step: rows leave, the slab grows or is created, rows join
     make_batch  the caches of the step
@@ -13,7 +13,7 @@ selects.
     leave       settle, and free the slot
 
 The caches of a sequence remain complete up to the position at which it joined or was settled last.
-The memory ledger counts them as before, and the slabs in addition. Therefore a slab can be given up
+The memory ledger counts them as before, and the slabs in addition. Therefore a slab can be dropped
 at any time (`dissolve`), and no sequence loses memory that it has reserved.
 """
 
@@ -67,7 +67,7 @@ class SlabChoice:
 
 
 def measure_padding(lengths: Collection[int], slots: int) -> float:
-    """Returns the number of padded positions per real position, for rows of these lengths in so
+    """Returns the number of padded positions per real position, for rows of these lengths in this
     many slots."""
     return max(lengths) * max(slots, len(lengths)) / max(1, sum(lengths))
 
@@ -109,8 +109,8 @@ def _largest_group(lengths: Ids[int], policy: SlabPolicy) -> frozenset[int]:
 
 
 def count_slots(rows: int, most: int) -> int:
-    """Returns the number of slots of a slab for so many rows. It is a power of two, at least
-    eight, so that only few joins copy the slab. most: the maximum number of rows."""
+    """Returns the number of slots of a slab for this many rows. It is a power of two, at least
+    eight, so that few joins copy the slab. most: the maximum number of rows."""
     return min(max(most, rows), 1 << max(3, (rows - 1).bit_length()))
 
 

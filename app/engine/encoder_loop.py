@@ -87,7 +87,7 @@ class EncoderLoop:
         raise AssertionError("an encoder cannot generate text")
 
     def embed(self, job: EmbedJob) -> None:
-        assert not job.logit_ids, "an encoder has no logits of tokens"
+        assert not job.logit_ids, "an encoder has no token logits"
         assert job.pooling != "rank" or self._model.num_scores, "the model has no scores"
         self._queue.submit(job)
 

@@ -173,7 +173,7 @@ class ImageEncoder:
             self._scheduler.return_borrowed(self._pixel_bytes.pop(key))
 
     def _request_pixels(self, waiting: Ids[Sequence]) -> None:
-        """Requests the pixels of the images that are encoded next. If they are few, also requests
+        """Requests the pixels of the images that are encoded next. If there are few, also requests
         those of the images after them. So the number of images in memory does not depend on the
         number of sequences. A sequence that computes text may keep the pixels of its next image,
         and no other sequence waits for it."""

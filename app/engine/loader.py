@@ -210,8 +210,8 @@ def _load(
 
 
 def _find_min_kv_budget(fit: Fit, memory: MemoryProfile, settings: Settings) -> int:
-    """Returns what a later adapter must leave for layer caches: with a configured context, what
-    that needs, so that the model can be loaded again with the adapter."""
+    """Returns the memory that a later adapter must leave for layer caches: with a configured
+    context, the amount that it needs, so that the model can be loaded again with the adapter."""
     length = fit.context if settings.context else min(fit.context, TYPICAL_SEQUENCE_LENGTH)
     return min(memory.kv_budget, fit.sequences * memory.kv_footprint(length))
 

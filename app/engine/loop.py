@@ -253,7 +253,7 @@ class Loop:
     def _check_images(self, job: Job) -> Job:
         """Returns the job with a length that needs no context shift, which would move or cut
         images."""
-        assert self.capacity.vision, "the model computes no images"
+        assert self.capacity.vision, "the model does not process images"
         assert job.prompt_logprobs is None, "image rows have no log probabilities"
         room = min(self._context, self.capacity.context_length) - len(job.prompt_token_ids)
         return replace(job, max_tokens=max(1, min(job.max_tokens, room)))

@@ -283,9 +283,9 @@ class MemoryBudget:
         start, wait and are preempted as they are without it.
 
         A running sequence that continues a cached prefix takes over its layer caches, which may
-        have more capacity than the sequence reserves. What is therefore still in use stays counted
-        until the sequence ends. Returns the bytes that the engine may use now, in addition to its
-        budget."""
+        have more capacity than the sequence reserves. Memory that is therefore still in use stays
+        counted until the sequence ends. Returns the bytes that the engine may use now, in addition
+        to its budget."""
         in_use = self._sequence_bytes(running) - self._memory.kv_budget
         before, self._desired_spare_bytes = self._spare_bytes, num_bytes
         self._spare_bytes = max(num_bytes, min(before, in_use))
@@ -349,7 +349,8 @@ class MemoryBudget:
             self._wired.cover(self.ledger(running).in_use)
 
     def _sequence_bytes(self, running: Ids[Sequence]) -> int:
-        """Returns the reserved bytes of running sequences, and of what grows with them."""
+        """Returns the reserved bytes of running sequences, and of the memory that grows with
+        them."""
         total = self.borrowed_bytes + self.slab_bytes + self._features.used_bytes
         for sequence in running:
             total += sequence.reserved_bytes

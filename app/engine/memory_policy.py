@@ -59,8 +59,8 @@ class MemoryPressure(IntEnum):
 class DeviceMemory:
     """The memory of the device.
 
-    physical: the memory that the device shares with all programs, in bytes; None for memory of its
-        own.
+    physical: the memory that the device shares with all programs, in bytes; None for dedicated
+    memory.
     recommended: the working set that Metal recommends, in bytes; 0 if the device cannot wire
         memory.
     max_buffers: the maximum number of buffers; None if it is not limited.

@@ -107,7 +107,7 @@ class InFlight:
         return drawn
 
 
-# A prompt chunk is dispatched in two parts. The first part has one in so many layers.
+# A prompt chunk is dispatched in two parts. The first part has one in this many layers.
 _FIRST_LAYERS_DIVISOR = 8
 
 
@@ -193,7 +193,7 @@ class ModelRunner:
         # Packing changes the shapes of operations. Where a CPU would round differently, a prompt
         # would no longer give the same tokens alone. On a GPU, batches round differently anyway.
         # Other caches cannot compute part of a batch, and other models compute single positions
-        # in another way.
+        # differently.
         may_pack = self._selects or mx.default_device().type == mx.DeviceType.gpu
         self.packs_prompts = (
             may_pack
@@ -304,10 +304,10 @@ class ModelRunner:
         rows = [i - start for i in range(start, end) if is_row_id(ids[i])] if image else []
         if image is None or not rows:
             return None
-        assert end <= image.end, "the chunk has another image"
-        assert self._image_rules is not None, "the model computes no images"
+        assert end <= image.end, "the chunk has a different image"
+        assert self._image_rules is not None, "the model does not process images"
         assert sequence.features is not None, "the image is not encoded"
-        assert sequence.features.key == image.key, "the features are of another image"
+        assert sequence.features.key == image.key, "the features belong to a different image"
         features = sequence.features.features
         first = sum(map(is_row_id, ids[image.start : start]))
         part = slice(first, first + len(rows))

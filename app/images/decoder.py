@@ -277,7 +277,7 @@ class ImageDecoder:
             return f"takes more than {self._limits.cpu} s of CPU time"
         if -status in _EXTERNAL_SIGNALS:
             return None
-        return f"ends the decoder ({_name_status(status)})"
+        return f"crashes the decoder ({_name_status(status)})"
 
     async def _exchange(self, child: _Child, work: _Work) -> ImagePixels:
         child.num_images += 1

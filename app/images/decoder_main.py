@@ -175,7 +175,7 @@ def _load(data: bytes, header: Header) -> Image.Image:
     expected = upright[::-1] if header.orientation >= 5 else upright
     if image.size != expected:
         raise DecodeError(
-            f"the {describe_format(header.format)} image has contradictory sizes in its header: "
+            f"the {describe_format(header.format)} image has inconsistent sizes in its header: "
             f"send it as {SUPPORTED}"
         )
     image.load()

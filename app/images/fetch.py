@@ -95,7 +95,7 @@ class ImageFetcher:
         """Returns the host and the path with the query. Raises FetchError."""
         match = _URL.fullmatch(url.partition("#")[0])
         if match is None:
-            raise FetchError("only plain https URLs with the name of a host are allowed")
+            raise FetchError("only plain https URLs with a host name are allowed")
         host = match[1].lower()
         if host not in self._hosts:
             raise FetchError("its host is not allowed on this server (--image-host)")

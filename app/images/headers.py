@@ -183,7 +183,7 @@ def _check_limits(header: Header) -> None:
     if header.width * header.height * header.scans > MAX_SCANNED_PIXELS:
         raise HeaderError(
             f"the image is {size} in {header.scans} scans, which would take too long to decode: "
-            "save it as a JPEG that is not progressive"
+            "save it as a non-progressive JPEG"
         )
 
 
@@ -230,7 +230,7 @@ def _iter_png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
         if kind == b"IEND":
             return
         at += 12 + length
-    raise HeaderError("the PNG image has too many chunks: save it again with another program")
+    raise HeaderError("the PNG image has too many chunks: save it again with a different program")
 
 
 def _read_jpeg(data: bytes) -> Header:
@@ -265,7 +265,7 @@ def _read_jpeg(data: bytes) -> Header:
             scans += 1
         at += length
     else:
-        raise HeaderError("the JPEG image has too many segments: save it with another program")
+        raise HeaderError("the JPEG image has too many segments: save it with a different program")
     if size is None or scans == 0:
         raise _truncated("jpeg")
     return _orient("jpeg", *size, orientation or 1, scans)
@@ -302,7 +302,7 @@ def _find_webp_orientation(data: bytes) -> int:
             exif = data[at + 8 : at + 8 + length]
             return _read_orientation(exif.removeprefix(b"Exif\0\0"))
         at += 8 + length + length % 2
-    raise HeaderError("the WebP image has too many chunks: save it again with another program")
+    raise HeaderError("the WebP image has too many chunks: save it again with a different program")
 
 
 def _read_gif(data: bytes) -> Header:
@@ -322,7 +322,7 @@ def _read_gif(data: bytes) -> Header:
             raise _invalid("gif")
         else:
             at += 1
-    raise HeaderError("the GIF image has too many blocks: save it again with another program")
+    raise HeaderError("the GIF image has too many blocks: save it again with a different program")
 
 
 def _count_gif_colors(flags: int) -> int:

@@ -83,7 +83,7 @@ def decode_base64(text: str, param: str) -> bytes:
         return base64.b64decode(stripped + "=" * (-len(stripped) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         reason = (
-            "the base64 is of the variant for URLs (with - and _): use the standard alphabet"
+            "the base64 uses the URL-safe alphabet (- and _): use the standard alphabet"
             if "-" in stripped or "_" in stripped
             else "the image is not valid base64: encode the bytes of the file"
         )

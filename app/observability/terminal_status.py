@@ -195,7 +195,7 @@ def _describe_models(first: ModelState, count: int) -> str:
     text = escape_control_characters(first.name)
     if first.context_length and first.parallel:
         text += f", context {first.context_length} tokens, {pluralize(first.parallel, 'slot')}"
-    return text if count == 1 else f"{text}; {count - 1} more on request"
+    return text if count == 1 else f"{text}; {count - 1} more can be requested"
 
 
 def _describe_memory(state: ModelState) -> str:

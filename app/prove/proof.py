@@ -444,7 +444,7 @@ class Proof:
         pairs = _compare_all(requests, answers, tolerance)
         detail = f"rounds differently: up to {tolerance:g}"
         if len(requests) < len(reference.requests):
-            detail += f"; as many as ended in {seconds:.0f} s"
+            detail += f"; as many as finished in {seconds:.0f} s"
         return self.make_report(name, cause, pairs, detail, tolerance)
 
 

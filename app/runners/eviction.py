@@ -334,8 +334,8 @@ def _rejection_reason(
     pinned = [t for t in loaded if t.pinned]
     if limits.max_loaded is not None and len(pinned) >= limits.max_loaded:
         return (
-            f"{request.name} cannot be loaded beside {pluralize(len(pinned), 'pinned model')}: at "
-            f"most {limits.max_loaded} can be loaded; raise --max-loaded or pin fewer models"
+            f"{request.name} cannot be loaded alongside {pluralize(len(pinned), 'pinned model')}: "
+            f"at most {limits.max_loaded} can be loaded; raise --max-loaded or pin fewer models"
         )
     if request.requirement is None or limits.total_bytes is None:
         return None

@@ -158,7 +158,7 @@ class AdapterService:
     def _find_entry(self, model: str) -> RegisteredModel:
         entry = self._registry.find_own(model)
         if entry is None:  # it was removed after the request was resolved
-            raise AppError(ErrorKind.MODEL_NOT_FOUND, f"{model} is not served any more")
+            raise AppError(ErrorKind.MODEL_NOT_FOUND, f"{model} is no longer served")
         return entry
 
     def _list_all(self, model: str) -> Sequence[AdapterSettings]:

@@ -435,7 +435,7 @@ class JobBuilder:
             forbidden |= self._stops.ids.union(request.stop_token_ids)
         if forbidden.issuperset(sampling.allowed_token_ids or range(count)):
             name = "allowed_token_ids" if sampling.allowed_token_ids else "bad_words"
-            message = f"{name} could leave no token to sample, with bad_words and min_tokens"
+            message = f"{name}, with bad_words and min_tokens, could leave no token to sample"
             raise AppError(ErrorKind.INVALID, message, param=name)
         return sampling
 
@@ -563,8 +563,8 @@ class JobBuilder:
             explanation = context_limit.explain_too_long(len(ids))
             if num_rows:
                 explanation += (
-                    f"; {pluralize(num_rows, 'token')} of the prompt are of images, which are "
-                    "never cut: send fewer or smaller images"
+                    f"; {pluralize(num_rows, 'token')} of the prompt belong to images, which are "
+                    "never truncated: send fewer or smaller images"
                 )
             # clients of llama.cpp recognize the error by the first words
             raise AppError(

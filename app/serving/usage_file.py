@@ -71,7 +71,9 @@ class UsageFile:
         except OSError as error:
             if not self._failed:  # once; a full disk is not reported every few seconds
                 why = error.strerror or error
-                log.warning("the daily tokens of API keys cannot be kept: %s: %s", self._path, why)
+                log.warning(
+                    "daily token counts of API keys cannot be saved: %s: %s", self._path, why
+                )
             self._failed = True
         else:
             self._written, self._failed = counts, False
@@ -89,7 +91,7 @@ def _read(path: Path) -> Mapping[str, DailyTokens]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        log.warning("the daily tokens of API keys begin at zero: %s is invalid: %r", path, error)
+        log.warning("daily token counts of API keys start at zero: %s is invalid: %r", path, error)
         return {}
 
 

@@ -62,7 +62,7 @@ def read(folder: Path, *, name: str) -> ModelFiles:
     for adapter in _ADAPTER_WEIGHTS:
         if (folder / adapter).is_file() and any(_list_weights(folder)):
             log.warning(
-                "%s: the LoRA adapter %s beside the model is not used: set --adapter NAME=%s",
+                "%s: the LoRA adapter %s next to the model is not used: set --adapter NAME=%s",
                 name,
                 adapter,
                 folder,
@@ -103,9 +103,8 @@ def _convert_tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> Pat
         raise _missing_tokenizer_error(folder)
     if not tiktoken_vocabulary.uses_known_code(tokenizer_config):
         raise _model_files_error(
-            f"{folder} has a {vocabulary.name}, but no tokenizer.json: how a text is split is only "
-            "in the model's own code, which is not run; use a copy of the model that has a "
-            "tokenizer.json"
+            f"{folder} has a {vocabulary.name}, but no tokenizer.json: only the model's own code, "
+            "which is not run, can split text; use a copy of the model that has a tokenizer.json"
         )
     return tiktoken_vocabulary.write_tokenizer(vocabulary, tokenizer_config)
 
@@ -207,7 +206,7 @@ def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
             _check_no_duplicates(shards)
             return shards
     if names:
-        log.warning("%s does not match the files beside it and is not used", folder / _INDEX)
+        log.warning("%s does not match the files next to it and is not used", folder / _INDEX)
     if missing := find_missing_shards(folder):
         if _is_incomplete_download(folder):
             raise _incomplete_download_error(folder, missing[0])

@@ -194,7 +194,7 @@ def _complete_qwen3vl(metadata: Metadata) -> Mapping[str, Value]:
 def _complete_gemma4(metadata: Metadata) -> Mapping[str, Value]:
     packed, limit = "v.clamp_data", "v.blk.0.attn_q.input_max"
     if metadata.has_tensor(packed) and not metadata.has_tensor(limit):
-        raise UnsupportedError(f"{metadata.file.path} has limits of values in {packed} only")
+        raise UnsupportedError(f"{metadata.file.path} has value limits in {packed} only")
     return {}
 
 

@@ -225,7 +225,7 @@ def read_floats(tensor: GGUFTensor) -> list[float]:
     except OSError as error:
         raise GGUFError(f"{tensor.path} cannot be read: {error.strerror or error}") from error
     if len(data) != tensor.nbytes:
-        raise _error(tensor.path, "it became shorter while it was read")
+        raise _error(tensor.path, "it was truncated while being read")
     return list(struct.unpack(f"<{tensor.num_elements}f", data))
 
 
@@ -336,7 +336,7 @@ def _parse_start(
                     f"{size}; download it again",
                 ) from None
             if len(data) < wanted:
-                raise _error(path, "it became shorter while it was read") from None
+                raise _error(path, "it was truncated while being read") from None
             if more.end > _MAX_HEADER_BYTES:
                 raise _error(path, f"its header has more than {_MAX_HEADER_BYTES} bytes") from None
             wanted = min(max(more.end, wanted * _READ_GROWTH), _MAX_HEADER_BYTES)
@@ -395,7 +395,7 @@ class _Parser:
     def _check_magic(self) -> None:
         magic = self._data[: len(MAGIC)]
         if self._data.startswith(_LFS_POINTER):
-            raise self._error("it is a pointer of Git LFS: download the content (git lfs pull)")
+            raise self._error("it is a Git LFS pointer: download the content (git lfs pull)")
         if magic != MAGIC:
             if not self._data:
                 raise self._error("it is empty")

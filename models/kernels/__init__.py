@@ -109,7 +109,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
         return (
             None,
             True,
-            "the kernels are of another version of mlxrunner; rebuild them with `make`",
+            "the kernels belong to a different version of mlxrunner; rebuild them with `make`",
         )
     try:
         found.isa()  # selects the instruction set; fail now rather than at the first operation

@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_the_file_unchanged(
     capsys.readouterr()
     before, write = file.read_bytes(), os.write
     monkeypatch.setattr(command.os, "write", lambda line, data: write(line, data[:20]))
-    with pytest.raises(AppError, match="only a part was written"):
+    with pytest.raises(AppError, match="only part of it was written"):
         make_key("phone", admin=False, file=file)
     assert file.read_bytes() == before
     assert capsys.readouterr().out == ""

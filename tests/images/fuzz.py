@@ -128,7 +128,7 @@ async def run(count: int, seed: int) -> Counter[str]:
 
 
 def _classify(error: AppError) -> str:
-    for sign in ("truncated", "damaged", "contradictory", "takes more than", "needs more than"):
+    for sign in ("truncated", "damaged", "inconsistent", "takes more than", "needs more than"):
         if sign in error.message:
             return sign
     return error.message

@@ -303,7 +303,7 @@ def change(case: str, part: str, array: mx.array | None) -> Mapping[str, mx.arra
             "fp8 blocks with powers of two",
             "weight_scale_inv",
             mx.full((2, 4), 0.3),
-            "is declared as ue8m0, but has numbers that are no powers of two",
+            "is declared as ue8m0, but has numbers that are not powers of two",
         ),
         ("nvfp4 of compressed-tensors", "weight_scale", None, "lacks layer.weight_scale"),
         ("nvfp4 of ModelOpt", "weight_scale", mx.zeros((48, 8)), "has the shape"),

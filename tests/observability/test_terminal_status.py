@@ -78,7 +78,7 @@ def test_the_banner_has_the_page_the_chat_and_the_key_where_there_is_one() -> No
 
 def test_other_models_are_counted_and_the_loaded_one_is_described() -> None:
     states = [replace(LOADING, phase="unloaded"), READY]
-    assert "builtin, context 2048 tokens, 1 slot; 1 more on request" in render_banner(
+    assert "builtin, context 2048 tokens, 1 slot; 1 more can be requested" in render_banner(
         states, ADDRESS, TERMINAL
     )
 

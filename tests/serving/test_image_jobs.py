@@ -185,8 +185,8 @@ def test_a_prompt_with_images_is_not_truncated(files: ModelFiles, settings: Sett
         with pytest.raises(AppError) as caught:
             prepare(files, prompt, replace(settings, context=256))
         assert caught.value.kind is ErrorKind.CONTEXT_LENGTH
-        assert f"; {rows} tokens of the prompt are of images, which" in caught.value.message
-        assert caught.value.message.endswith("never cut: send fewer or smaller images")
+        assert f"; {rows} tokens of the prompt belong to images, which" in caught.value.message
+        assert caught.value.message.endswith("never truncated: send fewer or smaller images")
 
 
 def test_prompt_logprobs_are_refused_with_images(files: ModelFiles):

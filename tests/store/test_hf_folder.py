@@ -127,7 +127,7 @@ class TestShards:
         os.mkfifo(folder.parent / "model.safetensors")  # opening it would block forever
         index(folder, x=name)
         assert shard_names(folder) == ["model.safetensors"]
-        assert f"{INDEX} does not match the files beside it and is not used" in caplog.text
+        assert f"{INDEX} does not match the files next to it and is not used" in caplog.text
 
     def test_an_index_with_other_tensors_is_not_used(self, folder: Path) -> None:
         index(folder, x="model.safetensors")

@@ -124,7 +124,7 @@ def _add_block(
             if text := block.thinking or decode_reasoning(block.signature or ""):
                 content.reasoning.append(text)
         case "tool_use":
-            # the order of the keys is preserved, because another order would change the prompt
+            # the order of the keys is preserved, because a different order would change the prompt
             input_ = decode_object(block.input, f"{path}.input") or {}
             content.calls.append(
                 ToolCall(

@@ -88,7 +88,7 @@ def _build_grammar(body: MessagesBody, config: OutputConfig) -> JsonSchema | Non
     if older is not None and newer is not None:
         raise invalid_request(
             "output_format",
-            "output_format is an older name of output_config.format: keep one of them",
+            "output_format is an older name for output_config.format: keep one of them",
         )
     if newer is not None:
         return build_named_schema(newer.schema, "output_config.format")

@@ -135,7 +135,7 @@ class _NativeApi:
         return ParsedRequest(request=request, reply=reply)
 
     async def _tokenize(self, model: ResolvedModel, parts: PromptParts) -> tuple[int, ...]:
-        """Only a text at the start gets the special tokens of a prompt."""
+        """Only text at the start gets the special tokens of a prompt."""
         ids: list[int] = []
         for place, part in enumerate(parts):
             if isinstance(part, int):

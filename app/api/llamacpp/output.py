@@ -6,7 +6,7 @@ except for the fields that a response repeats.
     chunk   {"index", "content", "tokens", "stop": false, …}
     end     {"index", "content", "tokens", "stop": true, "stop_type", "timings", …}
 
-A body is the end with the whole content. Streams end without a marker.
+A body is the end chunk with the whole content. Streams end without a marker.
 """
 
 import math

@@ -1,7 +1,7 @@
 """llama.cpp's native requests: converts their structs to a generate request.
 
 Knows: the fields of POST /completion and /infill. Must not know:
-response formats, tokenizers. Texts in a prompt and in `logit_bias` are converted to tokens later
+response formats, tokenizers. Strings in a prompt and in `logit_bias` are converted to tokens later
 (app/api/llamacpp/endpoints.py).
 
 The modules in app/api/openai convert the fields that have the same meaning in OpenAI's dialect.
@@ -198,8 +198,8 @@ def _apply_samplers(
 def _build_logit_bias(
     value: object,
 ) -> tuple[tuple[tuple[int, float], ...] | None, tuple[tuple[str, float], ...]]:
-    """Converts `logit_bias`: an object, or an array of pairs. A key is a token ID or a text, whose
-    tokens all get the bias. `false` forbids a token."""
+    """Converts `logit_bias`: an object, or an array of pairs. A key is a token ID or a string,
+    whose tokens all get the bias. `false` forbids a token."""
     if value is None:
         return None, ()
     mapping = cast("dict[str, Any]", value) if isinstance(value, dict) else None
@@ -217,7 +217,7 @@ def _build_logit_bias(
         if bias is None or abs(bias) > 100:
             raise invalid_request(
                 f"logit_bias.{place}",
-                "logit_bias maps token IDs or texts to a number from -100 to 100, or to false",
+                "logit_bias maps token IDs or strings to a number from -100 to 100, or to false",
             )
         key = items[0]
         token = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else as_integer(key)
@@ -233,8 +233,8 @@ def _build_logit_bias(
 
 
 def _build_prompts(value: object) -> tuple[tuple[PromptParts, ...], bool]:
-    """Converts `prompt`: a text, an array of token IDs and texts, an object with `prompt_string`,
-    or an array of these. Returns whether it is the latter."""
+    """Converts `prompt`: a string, an array of token IDs and strings, an object with
+    `prompt_string`, or an array of these. Returns whether it is the latter."""
     items = as_array(value)
     if items is None:
         return (_build_parts(value, "prompt"),), False

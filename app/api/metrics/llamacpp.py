@@ -17,7 +17,7 @@ from app.core.models import ModelState
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTimes:
     """prefill, decode: the seconds of all finished choices. max_tokens: the number of tokens of the
-    longest one, with its prompt."""
+    longest one, including its prompt."""
 
     prefill: float
     decode: float
@@ -99,7 +99,7 @@ _FAMILIES: Sequence[tuple[str, _Kind, str]] = (
     ("tokens_predicted_total", "counter", "Generated tokens"),
     ("tokens_predicted_seconds_total", "counter", "Decode time of finished choices"),
     ("n_decode_total", "counter", "Steps of the engine loop"),
-    ("n_tokens_max", "counter", "Tokens of the longest finished choice, with its prompt"),
+    ("n_tokens_max", "counter", "Tokens of the longest finished choice, including its prompt"),
     *((name, "counter", "Always 0: there are no draft models") for name in _DRAFT_COUNTERS),
     ("prompt_tokens_seconds", "gauge", "Prefill tokens per second since the last scrape"),
     ("predicted_tokens_seconds", "gauge", "Generated tokens per second since the last scrape"),

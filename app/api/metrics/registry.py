@@ -53,7 +53,7 @@ def collect_connections(traffic: ConnectionStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "mlxrunner_http_connections_opened",
-        "Connections opened since the start",
+        "Connections opened since startup",
         traffic.accepted_connections,
     )
     rejected = CounterMetricFamily(

@@ -42,7 +42,7 @@ def build_messages(messages: Sequence[schema.OllamaMessage]) -> tuple[Message, .
 
 
 def read_images(images: Sequence[str] | None, path: str, *, omit: bool) -> tuple[ContentPart, ...]:
-    """Reads base64 texts, or data URLs. omit: whether images that cannot be read are replaced by a
+    """Reads base64 strings or data URLs. omit: whether images that cannot be read are replaced with
     text, rather than rejected."""
     return tuple(
         read_image_url(data, f"{path}.{index}", omit=omit)
@@ -80,7 +80,7 @@ def _build_message(message: schema.OllamaMessage, path: str, *, omit: bool) -> M
 
 
 def _build_call(call: schema.OllamaToolCall, path: str, default_id: str) -> ToolCall:
-    """Ollama's clients send an object as arguments; a text, as in OpenAI's API, is also
+    """Ollama's clients send an object as arguments; a string, as in OpenAI's API, is also
     accepted."""
     function = call.function
     arguments = decode_json(function.arguments)

@@ -55,7 +55,7 @@ class UsageTotals:
 
     def __init__(self) -> None:
         self.finished = 0
-        self._first_tokens = 0  # each ends a prefill, and takes no step of decoding
+        self._first_tokens = 0  # each ends a prefill and takes no decode step
         self._prompts: dict[int, Usage] = {}
         self._completion = self._reasoning = 0
         self._prompt_ns = self._eval_ns = self._total_ns = 0

@@ -1,6 +1,6 @@
 """OpenAI's requests: converts their structs to a generate request.
 
-Knows: chat completions and completions, the prompts of completions (a text, token IDs, or several
+Knows: chat completions and completions, the prompts of completions (a string, token IDs, or several
 of either). Must not know: response formats, the model's vocabulary, the context length. The serving
 layer checks the vocabulary and the context length.
 
@@ -220,8 +220,8 @@ def parse_completion(
 def _get_max_tokens(
     body: ChatBody | CompletionBody, low: int, default: int | None = None
 ) -> int | None:
-    """Returns `max_tokens`, or llama.cpp's name for it. -1 means no limit but the context in the
-    clients of llama.cpp and LM Studio."""
+    """Returns `max_tokens`, or llama.cpp's name for it. In clients of llama.cpp and LM Studio, -1
+    means no limit except the context."""
     limits = {"max_tokens": body.max_tokens, "n_predict": body.n_predict}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, limit in given.items():

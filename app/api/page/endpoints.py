@@ -1,8 +1,8 @@
-"""The web page at `/`, the API reference at `/docs`, and the files that both consist of.
+"""The web page at `/`, the API reference at `/docs`, and the files of both.
 
 Knows: the files in app/api/page/static, their media types, the security headers of a page. Must not
-know: the content of the files, the API that the page calls. The files vendor-* are libraries,
-unchanged; vendored.toml has their versions and hashes.
+know: the content of the files, the API that the page calls. The vendor-* files are unmodified
+libraries; vendored.toml lists their versions and hashes.
 
 The files are read once, at start. They contain no secrets and no data of this server, so they
 require no key (app/http/auth.py). The page itself calls the API like every other client.

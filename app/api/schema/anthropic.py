@@ -59,8 +59,8 @@ _VERSION_SUFFIX = re.compile(r"_\d{8}$", re.ASCII)
 
 
 class PlainBlock(Item, kw_only=True, frozen=True):
-    """A block of a document. There is one struct for all types of blocks, because where a block is
-    determines which types it may have. openapi.yaml has the exact ones."""
+    """A block of a document. There is one struct for all types of blocks, because the position of a
+    block determines its possible types. openapi.yaml has the exact ones."""
 
     opaque_types: ClassVar[TypeNames] = OMITTED_BLOCKS
     # cache breakpoints, sources of a text, who made a call

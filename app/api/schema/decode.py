@@ -14,7 +14,7 @@ A field that the server knows is honored, or rejected by name where its value wo
 response. A field that it does not know is ignored and reported, in the request's context
 (app/core/request_context.py). Two names are errors: one that differs from the name of a known
 option by one edit, because it is probably misspelled, and with `--strict-fields`, every unknown
-name at the top of a body.
+name at the top level of a body.
 """
 
 import re
@@ -225,8 +225,8 @@ def find_misspelled(name: str, known: Collection[str]) -> str | None:
 
 
 def is_one_edit(a: str, b: str) -> bool:
-    """Returns whether two different texts differ by one insertion, deletion or replacement of a
-    character, or by two adjacent characters in exchanged order. Takes linear time."""
+    """Returns whether two different strings differ by one insertion, deletion or replacement of a
+    character, or by two swapped adjacent characters. Takes linear time."""
     short, long = sorted((a, b), key=len)
     if len(long) - len(short) > 1 or a == b:
         return False
@@ -430,7 +430,7 @@ def _quote(value: Raw) -> str:
 
 
 def _replace_fractions(data: Data, path: Path) -> bytes | None:
-    """Replaces numbers such as 1.0 by integers in the object or array at this path, because JSON
+    """Replaces numbers such as 1.0 with integers in the object or array at this path, because JSON
     has only one type of number. Returns None if there are none."""
     is_array = bytes(memoryview(data)[:1]) == b"["
     if is_array and not path and not _is_small(data):

@@ -72,7 +72,7 @@ class NativeEmbeddingBody(EmbeddingBody, kw_only=True, frozen=True):
     """The body of llama.cpp's POST /embedding, which may name the input `content`."""
 
     input: Annotated[
-        Raw, describe("OpenAI's name of `content`.", exact=refer("EmbeddingInput")[0])
+        Raw, describe("OpenAI's name for `content`.", exact=refer("EmbeddingInput")[0])
     ] = NULL
     content: Annotated[
         Raw, describe("The input, unless `input` is set.", exact=refer("EmbeddingInput")[0])
@@ -86,7 +86,7 @@ class Document(msgspec.Struct, frozen=True):
 
 
 _Documents = (
-    list[Annotated[str | Document, describe(expected="a text or an object with a text")]] | None
+    list[Annotated[str | Document, describe(expected="a string or an object with a text")]] | None
 )
 
 
@@ -104,7 +104,7 @@ class RerankBody(Options, kw_only=True, frozen=True):
         _Documents, describe("Texts, or objects with a `text`.", exact=refer("RerankDocuments")[0])
     ] = None
     texts: Annotated[
-        _Documents, describe("llama.cpp's name of `documents`.", exact=refer("RerankDocuments")[0])
+        _Documents, describe("llama.cpp's name for `documents`.", exact=refer("RerankDocuments")[0])
     ] = None
     model: Model = None
     top_n: Annotated[

@@ -204,7 +204,7 @@ CachePrompt = Annotated[
 NumKeep = Annotated[
     Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None,
     describe(
-        "The number of prompt tokens that a context shift keeps; -1 is the whole prompt.",
+        "The number of prompt tokens that a context shift keeps; -1 means the whole prompt.",
         component="NumKeep",
     ),
 ]

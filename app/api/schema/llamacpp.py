@@ -71,12 +71,12 @@ class NativeFields(ConstrainedFields, kw_only=True, frozen=True):
     n_predict: Annotated[
         Annotated[int, Meta(ge=-2, le=INT32_MAX)] | None,
         describe(
-            "The maximum number of output tokens. A negative number is the rest of the context."
+            "The maximum number of output tokens. A negative number means the rest of the context."
         ),
     ] = None
     max_tokens: Annotated[
         Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None,
-        describe("Another name of `n_predict`, which takes precedence."),
+        describe("Another name for `n_predict`, which takes precedence."),
     ] = None
     samplers: Annotated[
         list[str] | None,
@@ -92,7 +92,7 @@ class NativeFields(ConstrainedFields, kw_only=True, frozen=True):
         Raw,
         describe(
             "Maps tokens to a number that is added to their logits, or to `false`, which forbids "
-            "them. A token is an ID or a text, whose tokens all get the bias.",
+            "them. A token is an ID or a string, whose tokens all get the bias.",
             exact=refer("NativeLogitBias")[0],
         ),
     ] = NULL
@@ -122,8 +122,8 @@ class NativeBody(NativeFields, kw_only=True, frozen=True):
     prompt: Annotated[
         Raw,
         describe(
-            "A text, an array of token IDs and texts, an object with `prompt_string`, or up to 128 "
-            "of these. A list of prompts gets a list of completions.",
+            "A string, an array of token IDs and strings, an object with `prompt_string`, or up to "
+            "128 of these. A list of prompts returns a list of completions.",
             exact=refer("NativePrompts")[0],
         ),
     ]

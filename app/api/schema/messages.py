@@ -58,10 +58,9 @@ class ImageUrl(Item, kw_only=True, frozen=True):
 
 
 class ImagePart(_Part, kw_only=True, frozen=True, tag="image_url"):
-    """An image. With a model that reads text only, a text replaces it, or it is rejected in a
-    question."""
+    """An image. For a text-only model, it is replaced with text, or rejected in a question."""
 
-    # vLLM's name of an image that it may have cached
+    # vLLM's name for an image that it may have cached
     ignored = ignore_fields("cache_control uuid")
 
     image_url: Annotated[
@@ -70,19 +69,19 @@ class ImagePart(_Part, kw_only=True, frozen=True, tag="image_url"):
 
 
 class AudioPart(_Part, kw_only=True, frozen=True, tag="input_audio"):
-    """Audio. Replaced by a text, or rejected in a question."""
+    """Audio. Replaced with text, or rejected in a question."""
 
     ignored = ignore_fields("cache_control", input_audio="The audio.")
 
 
 class FilePart(_Part, kw_only=True, frozen=True, tag="file"):
-    """A file. Replaced by a text, or rejected in a question."""
+    """A file. Replaced with text, or rejected in a question."""
 
     ignored = ignore_fields("cache_control", file="The file.")
 
 
 class VideoPart(_Part, kw_only=True, frozen=True, tag="video_url"):
-    """vLLM's part for a video. Replaced by a text, or rejected in a question."""
+    """vLLM's part for a video. Replaced with text, or rejected in a question."""
 
     ignored = ignore_fields("cache_control", video_url="The video, or its address.")
 
@@ -93,7 +92,7 @@ Part = TextPart | AttachmentPart
 Content = Annotated[
     str | list[Part] | None,
     describe(
-        "A string, or a list of parts. The texts are joined with line feeds.",
+        "A string, or a list of parts. The texts are joined with newlines.",
         component="TextContent",
     ),
 ]

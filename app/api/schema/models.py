@@ -1,4 +1,4 @@
-"""The request bodies of the management of models.
+"""The request bodies for model management.
 
 Knows: their fields. Must not know: how models are loaded, where defaults are stored.
 """
@@ -44,7 +44,7 @@ class DefaultValues(Options, kw_only=True, frozen=True):
     aliases: Annotated[
         Text | Annotated[list[Text], Meta(max_length=MAX_ALIASES)] | None,
         describe(
-            "Further names of the model for requests.",
+            "Additional names of the model for requests.",
             expected="a string or an array of strings, none of them empty",
         ),
     ] = None

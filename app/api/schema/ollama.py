@@ -1,4 +1,4 @@
-"""The request bodies of Ollama's API: chat, generate, embeddings and the management of models.
+"""The request bodies of Ollama's API: chat, generate, embeddings and model management.
 
 Knows: every field that Ollama documents. Must not know: how the values are used.
 
@@ -63,8 +63,8 @@ def _describe_knob(name: str) -> Meta:
 Images = Annotated[
     list[str] | None,
     describe(
-        "The images before the text, as base64 or data URLs. With a model that reads text only, a "
-        "text replaces them, or they are rejected in a question.",
+        "The images before the text, as base64 or data URLs. For a text-only model, they are "
+        "replaced with text, or rejected in a question.",
         component="OllamaImages",
     ),
 ]
@@ -223,7 +223,7 @@ class OllamaChatBody(OllamaPromptBody, kw_only=True, frozen=True):
     ] = None
     tools: Annotated[
         list[OllamaTool] | None,
-        describe("Functions, for models with the capability `tools`."),
+        describe("Functions, for models with the `tools` capability."),
     ] = None
 
 
@@ -239,7 +239,7 @@ class OllamaGenerateBody(OllamaPromptBody, kw_only=True, frozen=True):
     ] = None
     suffix: Annotated[
         str | None,
-        describe("The text after the output, for models with the capability `insert`."),
+        describe("The text after the output, for models with the `insert` capability."),
     ] = None
     system: Annotated[str | None, describe("The system message.")] = None
     context: Annotated[
@@ -257,8 +257,8 @@ class OllamaEmbedBody(OllamaBody, kw_only=True, frozen=True):
     input: Annotated[
         str | list[str] | None,
         describe(
-            "A text, or a list of texts.",
-            message="invalid input type: input must be a text or a list of texts",
+            "A string, or a list of strings.",
+            message="invalid input type: input must be a string or a list of strings",
             exact=refer("OllamaEmbedInput")[0],
         ),
     ] = None
@@ -287,7 +287,7 @@ class OllamaNameBody(Options, kw_only=True, frozen=True):
 
     model: Annotated[str | None, describe("The name of a model.", exact=refer("ModelId")[0])] = None
     name: Annotated[
-        str | None, describe("An older name of `model`.", schema={"maxLength": 512})
+        str | None, describe("An older name for `model`.", schema={"maxLength": 512})
     ] = None
 
 
@@ -359,7 +359,7 @@ class OllamaCreateBody(OllamaNameBody, kw_only=True, frozen=True):
     license: Annotated[
         str | list[str] | None,
         describe(
-            "A text, or a list of texts.",
+            "A string, or a list of strings.",
             expected="a string or an array of strings, none of them empty",
         ),
     ] = None

@@ -97,7 +97,8 @@ _TokenLimit = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
 NumPredict = Annotated[
     _TokenLimit | None,
     describe(
-        "llama.cpp's name of `max_tokens`. -1 is the rest of the context.", component="NumPredict"
+        "llama.cpp's name for `max_tokens`. -1 means the rest of the context.",
+        component="NumPredict",
     ),
 ]
 
@@ -157,7 +158,7 @@ class ChatBody(CommonFields, kw_only=True, frozen=True):
     max_tokens: Annotated[
         _TokenLimit | None,
         describe(
-            "The older name of `max_completion_tokens`, which takes precedence if both are set. "
+            "The older name for `max_completion_tokens`, which takes precedence if both are set. "
             "-1 is the same as omitting it.",
             schema={"not": {"const": 0}},
         ),
@@ -284,7 +285,7 @@ class CompletionBody(CommonFields, kw_only=True, frozen=True):
     max_tokens: Annotated[
         _TokenLimit | None,
         describe(
-            "0 is valid only with `echo`. -1 is the rest of the context.", schema={"default": 16}
+            "0 is valid only with `echo`. -1 means the rest of the context.", schema={"default": 16}
         ),
     ] = None
     echo: Annotated[

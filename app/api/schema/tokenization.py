@@ -66,7 +66,7 @@ class TemplateBody(ConversationBody, kw_only=True, frozen=True):
 
 
 class TokenizeBody(ConversationBody, kw_only=True, frozen=True):
-    """The body of POST /tokenize: a text, or a conversation."""
+    """The body of POST /tokenize: text, or a conversation."""
 
     unsupported: ClassVar = {**ConversationBody.unsupported, **reject_fields(parse_special=(True,))}
 

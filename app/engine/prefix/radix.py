@@ -209,8 +209,8 @@ def plan_checkpoints(
     changes, for the next turn of a tool loop; the end of the user's last message, after which a
     template may leave out the reasoning; the end of the message before it, for an edited turn; and
     the start of a temporary message;
-    - the last eight of the other `stops`: another prompt may have another image there, or another
-    text after it;
+    - the last eight of the other `stops`: another prompt may have a different image there, or
+      different text after it;
     - `usable`, if it could not be restored, because other prompts diverge there as well;
     - every `interval` positions, to bound the loss if no other checkpoint can be used;
     - with an alignment, the last aligned position, because the state at the end of the output
@@ -309,7 +309,7 @@ class RadixPrefixCache(Generic[Layer]):
         store = found.continued_store()
         if store is None:
             return 0
-        # What follows the prefix stays in the cache, in layers without spare capacity.
+        # The positions after the prefix stay in the cache, in layers without spare capacity.
         end = max((node.end for node in found.nodes_to_move(store)), default=found.cached)
         return store.nbytes - store.nbytes * (end - found.cached) // (store.end - store.base)
 

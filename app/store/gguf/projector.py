@@ -86,7 +86,7 @@ def read_vision(
         try:
             file = read_projector(path)
             if not fits(file, text):
-                log.info("%s belongs to another model than %s", path, vocabulary.file.path)
+                log.info("%s belongs to a different model than %s", path, vocabulary.file.path)
                 continue
             config, processor = read_config(file, text)
             token = find_projector(Metadata(file)).image_token

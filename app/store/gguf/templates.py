@@ -51,7 +51,7 @@ _PHI3 = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 _REFUSAL = (
-    "{{ raise_exception('this model has no chat template that can be used, only one of Ollama: "
+    "{{ raise_exception('the only chat template of this model is in the Go format of Ollama: "
     "send a plain prompt to /v1/completions, or use a newer file of the model') }}"
 )
 

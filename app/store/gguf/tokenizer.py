@@ -302,7 +302,7 @@ def _build_byte_level(vocabulary: Vocabulary) -> Mapping[str, Any]:
     rules = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if rules is None:
         raise UnsupportedGGUFError(
-            f"{file.path}: its tokenizer splits texts by the rules {str(name)[:80]!r} "
+            f"{file.path}: its tokenizer splits text by the rules {str(name)[:80]!r} "
             f"({_PREFIX}pre), which are unknown; known rules: {', '.join(sorted(PRE_TOKENIZERS))}",
         )
     return {
@@ -361,7 +361,7 @@ def _build_unigram(vocabulary: Vocabulary) -> Mapping[str, Any]:
     file = vocabulary.file
     scores = _read_numbers(file, "scores", len(vocabulary.tokens))
     if not all(map(math.isfinite, scores)):
-        raise _error(file, f"{_PREFIX}scores has a score that is no finite number")
+        raise _error(file, f"{_PREFIX}scores has a score that is not a finite number")
     normalizers: list[Component] = []
     if charsmap := _read_charsmap(file):
         encoded = base64.b64encode(charsmap).decode()

@@ -94,7 +94,7 @@ def _take_layers(
         return _import_gguf(base, token), {}
     base_manifest = manifest.read(base.path)
     if base_manifest is None:
-        message = f"{base.name} was deleted meanwhile"
+        message = f"{base.name} was deleted in the meantime"
         raise AppError(ErrorKind.MODEL_NOT_FOUND, message)
     return [_refer(layer) for layer in base_manifest.layers], _read_config(base_manifest)
 

@@ -84,4 +84,4 @@ def test_kernels_of_another_version_are_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "_INTERFACE", 0)
     found, built, why = kernels._load_extension()
     assert (found, built) == (None, True)
-    assert why == "the kernels are of another version of mlxrunner; rebuild them with `make`"
+    assert why == "the kernels belong to a different version of mlxrunner; rebuild them with `make`"

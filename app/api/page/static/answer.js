@@ -1,4 +1,4 @@
-// One answer: sends the conversation, and adds to a message what the stream contains.
+// One answer: sends the conversation, and adds the content of the stream to a message.
 
 import { api } from "./api.js";
 
@@ -89,7 +89,7 @@ function describeProgress(comment) {
   return "Waiting";
 }
 
-/** The messages of a request. An answer that failed without any output is left out. */
+/** The messages of a request. An answer that failed without any output is omitted. */
 export function requestMessages(messages, system) {
   const sent = system ? [{ role: "system", content: system }] : [];
   for (const message of messages) {

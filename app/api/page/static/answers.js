@@ -5,7 +5,7 @@ import { streamAnswer } from "./answer.js";
 import { putMessages } from "./conversation.js";
 import { store } from "./store.js";
 
-// An unfinished answer is stored this often, so that a crash of the browser loses little.
+// An unfinished answer is stored this often, so that little is lost if the browser crashes.
 const SAVE_INTERVAL_MS = 1000;
 
 /** Events: "progress" and "end" ({detail: {id, message, isSaved}}), with the id of the conversation. */

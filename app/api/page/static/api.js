@@ -1,4 +1,4 @@
-// Calls of this server's API: the key, errors, the state of the connection.
+// Calls this server's API: the key, errors, the state of the connection.
 
 import { readEvents } from "./sse.js";
 
@@ -13,8 +13,8 @@ export class ApiError extends Error {
   }
 }
 
-/** The API with the user's key. The key is in memory, unless the user asks to keep it.
- * Events: "offline" and "online", when the connection is lost and found; "key", when the key has
+/** The API with the user's key. The key is kept only in memory, unless the user asks to store it.
+ * Events: "offline" and "online", when the connection is lost and restored; "key", when the key has
  * changed. */
 class Api extends EventTarget {
   #key = localStorage.getItem(KEY) ?? "";

@@ -1,5 +1,5 @@
-// Starts the page: tabs, the dialog for the key, the banner of a lost connection, keys of the
-// keyboard.
+// Starts the page: tabs, the dialog for the key, the banner for a lost connection, keyboard
+// shortcuts.
 
 import { api } from "./api.js";
 import { Chat } from "./chat.js";

@@ -81,7 +81,7 @@ export class Chat {
 
   // Changes of the conversation
 
-  /** Changes the conversation on the screen and the stored one. What a user did is stored even if
+  /** Changes the conversation on the screen and the stored one. A user's change is stored even if
    * another tab has deleted the conversation. */
   async #change(change) {
     const { conversation } = this;

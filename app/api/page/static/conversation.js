@@ -1,10 +1,11 @@
-// Conversations as data. The messages of one form a tree: another answer to the same message, and an
-// edited message, are branches beside the earlier ones. Knows no storage and no DOM.
+// Conversations as data. The messages of a conversation form a tree: another answer to the same
+// message, and an edited message, are branches next to the earlier ones. Knows no storage and no
+// DOM.
 //
 //     {id, title, created, updated, revision, system, leaf, messages: [{id, parent, role, …}]}
 //
-// A parent is before its children in the list. `leaf` is the last message of the branch that was read.
-// `system` is missing until the conversation has a system prompt of its own.
+// A parent precedes its children in the list. `leaf` is the last message of the branch that was
+// read. `system` is missing until the conversation has its own system prompt.
 
 const FORMAT = "mlxrunner-conversations";
 const VERSION = 2; // 1: a list of messages without ids
@@ -79,7 +80,7 @@ function makeTitle(messages) {
 
 // Files
 
-/** The file of an export. It has conversations and nothing else: no key, no settings. */
+/** The file of an export. It contains only conversations: no key, no settings. */
 export function exportConversations(conversations) {
   return JSON.stringify({ format: FORMAT, version: VERSION, conversations }, null, 1);
 }
@@ -155,7 +156,7 @@ function isImage(url) {
   return typeof url === "string" && /^data:image\/(png|jpeg|webp|gif);base64,/.test(url);
 }
 
-/** An id that follows from the parent and the content, so that equal messages of two files are one. */
+/** An id derived from the parent and the content, so that equal messages in two files are merged. */
 function hashMessage({ parent, role, content, reasoning, calls, tool_call_id: call, images }) {
   const parts = [parent, role, content, reasoning, calls, call];
   const text = JSON.stringify(images ? [...parts, images] : parts);
@@ -170,7 +171,7 @@ function hashMessage({ parent, role, content, reasoning, calls, tool_call_id: ca
 
 // Two copies of a conversation
 
-/** Adds what another copy of a conversation has. No message of either is lost: one that was continued
+/** Adds the messages of another copy of a conversation. No message of either is lost: one that was continued
  * replaces its earlier state, and one that differs otherwise becomes a branch. The title, the system
  * prompt and the branch that was read are those of the copy that was changed last. */
 export function mergeConversations(ours, theirs) {

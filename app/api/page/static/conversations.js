@@ -7,7 +7,7 @@ import { announce, byId, drawEachFrame, h } from "./dom.js";
 import { store } from "./store.js";
 
 let chat = null;
-let found = null; // the ids of the conversations with the text that is searched; null for all
+let found = null; // the ids of the conversations that contain the search text; null for all
 let renaming = null; // the id
 const entries = new Map(); // {id, title, updated} by id
 

@@ -35,7 +35,7 @@ export function announce(text) {
   byId("announcer").textContent = text;
 }
 
-/** A button that copies a text, and says so. getText: called on each click. */
+/** A button that copies text and confirms it. getText: called on each click. */
 export function copyButton(getText, label = "Copy") {
   const button = h("button", { type: "button", class: "small quiet" }, label);
   button.addEventListener("click", async () => {

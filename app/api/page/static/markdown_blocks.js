@@ -1,5 +1,5 @@
-// Parses Markdown into tokens with markdown-it: raw HTML is off, formulas are tokens of their own.
-// Knows no DOM, so that tests can run it.
+// Parses Markdown into tokens with markdown-it: raw HTML is off, formulas are separate tokens.
+// It does not use the DOM, so that tests can run it.
 
 import MarkdownIt from "./vendor-markdown-it.js";
 
@@ -28,8 +28,8 @@ function parseBlocks(text, env) {
 }
 
 /** Parses a text that grows. A block is parsed again only until the next one has begun on a complete
- * line, because later lines cannot change it then. The exception are the definitions of links: the
- * complete text is parsed once more, with all of them. */
+ * line, because later lines cannot change it then. The exception is link definitions: the complete
+ * text is parsed once more, with all of them. */
 export class GrowingMarkdown {
   #done = ""; // the text of the blocks that cannot change
   #blocks = []; // of #done
@@ -130,7 +130,7 @@ function markOpen(env, line) {
 }
 
 /** An inline rule: $ … $, $$ … $$, \( … \) and \[ … \]. A dollar sign opens a formula only before a
- * sign that is not a space, and closes it only after one, and not before a digit: "$5 and $6". */
+ * character that is not a space, and closes it only after one, and not before a digit: "$5 and $6". */
 function readInlineMath(state, silent) {
   const { src, pos } = state;
   const opener = src[pos] === "$" ? (src[pos + 1] === "$" ? "$$" : "$") : src[pos] === "\\" ? src.slice(pos, pos + 2) : "";

@@ -1,5 +1,5 @@
 // Formulas as MathML, made by Temml, which is loaded with the first formula. A formula that cannot be
-// shown is left whole, as its source.
+// shown is shown as its source.
 
 import { h } from "./dom.js";
 
@@ -61,7 +61,7 @@ function convert(tree, depth) {
     }
     const names = (tree.classes ?? []).filter(Boolean).join(" ");
     if (names) node.setAttribute("class", names);
-    // through the object model, because the content security policy forbids attributes of style
+    // through the object model, because the content security policy forbids style attributes
     for (const [name, value] of Object.entries(tree.style ?? {})) node.style[name] = value;
   }
   for (const child of tree.children ?? []) node.append(convert(child, depth + 1));

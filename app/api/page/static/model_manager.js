@@ -73,7 +73,7 @@ class ModelManager {
         h("button", { type: "button", onclick: () => this.dialog.close() }, "Close")));
     this.dialog.addEventListener("close", () => clearTimeout(this.#timer));
     this.dialog.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") event.stopPropagation(); // it closes the dialog, and stops no answer
+      if (event.key === "Escape") event.stopPropagation(); // closes the dialog, not an answer
     });
     document.body.append(this.dialog);
   }
@@ -85,7 +85,7 @@ class ModelManager {
     return this.#refresh();
   }
 
-  /** Shows the models, and again as long as the dialog is open. */
+  /** Shows the models, and refreshes them while the dialog is open. */
   async #refresh() {
     clearTimeout(this.#timer);
     try {
@@ -152,7 +152,7 @@ class ModelManager {
   }
 
   async #delete(model) {
-    // the helpers of the API know GET and POST only
+    // the API helpers support only GET and POST
     const headers = { "Content-Type": "application/json" };
     if (api.key) headers.Authorization = `Bearer ${api.key}`;
     const response = await fetch("/api/delete", {
@@ -254,7 +254,7 @@ class ModelManager {
     return form;
   }
 
-  /** Downloads a model, and returns what to say at the end. What was received is kept, and the next
+  /** Downloads a model, and returns the final message. The received part is kept, and the next
    * attempt continues from it. */
   async #pull(model, progress) {
     this.#download = new AbortController();

@@ -1,7 +1,7 @@
-// The owner of what this browser stores of conversations: IndexedDB for conversations, drafts in
+// Owns the conversations that this browser stores: IndexedDB for conversations, drafts in
 // localStorage. Every change is one transaction that reads, changes and writes, so that changes of
-// several tabs are all kept. Without IndexedDB (some private windows), conversations are kept until the
-// page closes.
+// several tabs are all kept. Without IndexedDB (some private windows), conversations are kept until
+// the page closes.
 
 import { mergeConversations, readConversation } from "./conversation.js";
 
@@ -139,7 +139,7 @@ class Store extends EventTarget {
   }
 
   /** Reads, changes and writes conversations in one transaction. changes: [id, apply], where apply gets
-   * what is stored and returns what to store, or null for nothing. */
+   * the stored value and returns the new one, or null to store nothing. */
   async #change(changes) {
     const database = await this.#open();
     const results = [];

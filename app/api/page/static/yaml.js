@@ -81,7 +81,7 @@ class Parser {
     if (!text || text.startsWith("#")) {
       this.at += 1;
       const next = this.next();
-      // a list may stand at the indentation of its key
+      // a list may have the indentation of its key
       const isList = next === indent && /^\s*-(\s|$)/.test(this.lines[this.at]);
       return next > indent || isList ? this.block(next) : null;
     }
@@ -177,7 +177,7 @@ class FlowReader {
     return found;
   }
 
-  /** The text up to a sign that ends it; a colon ends a key only before a space. */
+  /** The text up to a character that ends it; a colon ends a key only before a space. */
   token(stop) {
     const from = this.at;
     const quote = /["']/.test(this.skip()) ? this.text[this.at] : "";
