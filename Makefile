@@ -5,10 +5,11 @@
 #
 # The virtual environment .venv is built from a hashed lock and has two stamp files: .serve for the
 # packages of the server, and .dev for those of tests and checks. A changed lock makes its stamp stale.
-# A stale .serve rebuilds .venv from scratch, so that it contains exactly the locked packages. CUDA=1
-# uses another lock and another stamp. Clients that the tests run are installed into .venv-clients,
-# .venv-agents, .venv-anthropic0 and examples/node/node_modules. Node comes with the type checker.
-# To use a second Python, set VENV: make test PYTHON=python3.13 VENV=.venv-3.13 t=tests/core
+# A stale .serve rebuilds .venv from scratch, so that it contains exactly the locked packages.
+# CUDA=1 uses a different lock and stamp. Clients that the tests run are installed into
+# .venv-clients, .venv-agents, .venv-anthropic0 and examples/node/node_modules. Node comes with the
+# type checker. To use a second Python, set VENV: make test PYTHON=python3.13 VENV=.venv-3.13
+# t=tests/core
 
 .DEFAULT_GOAL := help
 .PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu openapi parity builtin screenshots transcripts wheel lock size trace clean

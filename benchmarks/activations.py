@@ -7,7 +7,7 @@ GPU computes with such a checkpoint (sums are float32 inside an operation). A pu
 were not trained on. The built-in model reads the held-out questions with the answers of its
 unquantized weights. Speed: a model with random weights and bfloat16 scales on one thread, all
 precisions in turns. The figures are medians of tokens per second of processor time, which other
-programs hardly affect, and medians of the ratios of a round.
+programs barely affect, and medians of the ratios of a round.
 """
 
 import json

@@ -2,7 +2,8 @@
 
 The engine runs in this process. The clock is the CPU time of the process, divided by the number of
 CPUs that a step uses on average. Requests arrive by this clock, and latencies are read from it. Two
-versions can therefore be compared on a machine whose load changes. HTTP and waiting are left out.
+versions can therefore be compared on a machine whose load changes. HTTP and waiting are not
+included.
 """
 
 import itertools

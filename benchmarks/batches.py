@@ -3,7 +3,7 @@
 Gemma 4, Nemotron-H, and classes of mlx-lm, dense and with experts, of random weights in bfloat16
 and in 4 bits. Ours decode in the engine loop, mlx-lm's in its `BatchGenerator`, in this process and
 in turns. The first table has tokens per CPU second, which can be compared while other processes
-share the cores, the second one tokens per second. The BLAS is that of the process for both.
+share the cores, the second one tokens per second. Both use the BLAS of the process.
 
 On a CPU, mlx-lm multiplies stacked experts in float32 or packed, so only DBRX, which has single
 experts, runs in bfloat16. It reads its routing in each layer, so its rows are computed one by one.

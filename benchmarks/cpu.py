@@ -8,7 +8,7 @@ make bench-cpu ARGS="profile --size 110M --format q4 --streams 8 --threads 1"
 
 Both engines read the same file for GGUF's file types (random blocks) and for --files.
 The report and its plots are written to build/bench-cpu; --write also replaces those of
-docs/benchmarks.md. Peers are named by variables, and left out if they are not set:
+docs/benchmarks.md. Variables select the peers; a peer without its variable is skipped:
 
 LLAMA_CPP   a folder with llama-server and llama-batched-bench (benchmarks/cpu_llama.py
             describes the build, and what to change for AMX with GCC 12)

@@ -39,7 +39,7 @@ class BackendError(Exception):
 
 
 class Backend(Protocol):
-    """runs_on: its version and settings. patience: after a measurement that took longer than so
+    """runs_on: its version and settings. patience: after a measurement that took longer than this
     many seconds, the cell is not measured again. works: the workloads that it measures; None for
     all."""
 

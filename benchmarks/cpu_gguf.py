@@ -48,7 +48,7 @@ _Tensor = tuple[tuple[int, ...], int, np.ndarray]
 
 
 def write(file: Path, weights: StoredWeights) -> None:
-    """Write the file. The quantized tensors are in memory meanwhile."""
+    """Write the file. During this time, the quantized tensors are in memory."""
     kind = weights.format.gguf
     names = sorted(weights.names())
     tensors = {name: _make_tensor(weights, name, kind) for name in names}

@@ -43,7 +43,7 @@ from tests.ports import find_free_port
 from tests.server_process import run_server
 
 SERVED_FORMATS = ("f32", "q4", PUBLISHED)
-# the positions are those of all slots of llama-server
+# the positions of all slots of llama-server together
 SLOTS, POSITIONS = 32, 65536
 OURS, LLAMA_SERVER, MLX_LM = "mlxrunner", "llama-server", "mlx-lm"
 READY = 120.0
@@ -208,7 +208,7 @@ async def measure(
     servers: Sequence[HttpServer], rounds: int, scenarios: Sequence[Scenario] = SCENARIOS
 ) -> dict[tuple[str, str], ScenarioRounds]:
     """The rounds of each scenario and server. Servers alternate, in reverse order every other
-    round. A server that takes too long is left out from then on."""
+    round. A server that takes too long is skipped from then on."""
     found: dict[tuple[str, str], ScenarioRounds] = {}
     slow: set[str] = set()
     for server in servers:

@@ -1,10 +1,10 @@
-// What this processor can do at most: one line of JSON per figure.
+// The peak performance of this processor: one line of JSON per figure.
 //
 //     c++ -O3 -march=native -pthread cpu_limits.cpp -o cpu_limits && ./cpu_limits THREADS...
 //
 // Read bandwidth of memory, and multiplications and additions per second in registers: of
 // float32, of bytes (VNNI, NEON's dot product), and of tiles (Intel AMX) of bytes and of bfloat16.
-// An instruction that the compiler does not target with -march=native is left out. Figures are
+// An instruction that the compiler does not target with -march=native is skipped. Figures are
 // medians of rounds, of all threads together.
 #include <sched.h>
 #include <sys/mman.h>

@@ -5,8 +5,8 @@ backends.
 
 The limit of a cell is the longer of two times: to read the weights and the caches once, and to
 compute. Operations run at the peak of the fastest instructions for the format: tiles where the
-processor has them, otherwise VNNI for 4 and 8 bits, and float32 FMA for the rest. Bytes are those
-of our formats.
+processor has them, otherwise VNNI for 4 and 8 bits, and float32 FMA for the rest. Bytes are counted
+in our formats.
 """
 
 import json

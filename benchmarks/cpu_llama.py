@@ -9,7 +9,7 @@ names the folder that has the programs:
 
 With GCC 12, a build for a processor with AMX crashes when it computes with 4- or 8-bit weights:
 GCC's `_tile_loadconfig` declares that it reads 8 of 64 bytes. In ggml-cpu/amx/mmq.cpp, replace its
-call by `asm volatile("ldtilecfg %0" :: "m"(tc) : "memory")`, or use a newer compiler.
+call with `asm volatile("ldtilecfg %0" :: "m"(tc) : "memory")`, or use a newer compiler.
 """
 
 import json
@@ -85,7 +85,7 @@ def parse_features(system_info: str) -> dict[str, bool]:
 
 
 class BatchedBench:
-    """A backend. Each measurement is a run of the program, which loads the model anew."""
+    """A backend. Each measurement is a run of the program, which loads the model again."""
 
     def __init__(self, programs: LlamaPrograms, gguf: Path, threads: int) -> None:
         self.name = LLAMA
@@ -142,7 +142,7 @@ class BatchedBench:
 
 def make_options(work: Workload, repeats: int) -> Sequence[str]:
     """A prompt is followed by one step, and steps by a prompt for each stream. A prompt of one
-    token is the last, so that the rows before it are printed meanwhile."""
+    token is the last, so that the rows before it are printed in the meantime."""
     streams, steps = (work.streams, STEPS) if work.streams else (1, 1)
     positions = -(-(work.tokens + steps) // _ROUND) * _ROUND
     return [

@@ -191,8 +191,8 @@ def name_plots() -> tuple[Path, Path]:
 
 
 def write_document(docs: Path, output: Path, text: str) -> None:
-    """Replace the part of the page for this kind of processor, and the plots beside it. output: the
-    folder of the plots."""
+    """Replace the part of the page for this kind of processor, and the plots next to it. output:
+    the folder of the plots."""
     page, part = docs / PAGE, f"cpu-{cpu_limits.find_processor_kind()}"
     page.write_text(replace_part(page.read_text("utf-8"), part, text), "utf-8")
     for plot in name_plots():

@@ -50,9 +50,9 @@ LONG_WORKS = (LONG_DECODE, prefill(8192))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarePlan:
-    """files: GGUF files to measure, too. stock: whether to measure stock MLX. llama: None to leave
-    it out. openvino: a Python, or None. checkouts: the folders of older commits, by commit. budget:
-    seconds per cell, backend and round."""
+    """files: GGUF files to measure as well. stock: whether to measure stock MLX. llama: None to
+    omit it. openvino: a Python, or None. checkouts: the folders of older commits, by commit.
+    budget: seconds per cell, backend and round."""
 
     sizes: Sequence[str]
     forms: Sequence[str]

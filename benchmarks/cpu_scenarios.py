@@ -1,4 +1,4 @@
-"""What clients do with a server in `make bench-cpu`, and the figures of each scenario.
+"""The scenarios of clients in `make bench-cpu`, and the figures of each one.
 
 Knows: streams of completions. Must not know: how servers are started, other servers' names. All
 prompts are letters, each of which is a token in every server, without spaces, which tokenizers

@@ -56,7 +56,7 @@ def clone_baseline(commit: str) -> Path:
 
 
 def _run(*command: str) -> None:
-    # the variables of a running make are those of this checkout
+    # the variables of a running make belong to this checkout
     environment = {name: v for name, v in os.environ.items() if not name.startswith("MAKE")}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 

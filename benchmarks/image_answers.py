@@ -3,7 +3,7 @@
 Each family has four blocks of a published tower and four layers of a text model with random float32
 weights, saved by transformers. Ours is a real server: the clock begins when the request is sent, so
 it counts base64, HTTP, the decoder process and the cache. mlx-vlm runs in its own process without
-HTTP: it counts transformers' image processor, the tower and the prompt. Each round has another
+HTTP: it counts transformers' image processor, the tower and the prompt. Each round has a different
 photo, so that neither side has seen it. Then, while an image of 1,024 tokens is encoded for one
 client of Qwen3-VL, the delays of another client's tokens are measured over HTTP. `MLX_VLM` is a
 Python with mlx-vlm, torch and transformers; its MLX uses OpenBLAS if it is installed, because the

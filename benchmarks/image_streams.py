@@ -1,7 +1,7 @@
 """`make bench ARGS=images`: a stream while an image of 1,024 tokens is encoded for another client.
 
-The clock is the CPU time of the process, as in benchmarks/arrivals.py, so the figures are those of
-one core, whatever else the machine does. The engine runs in this process, without HTTP. The vision
+The clock is the CPU time of the process, as in benchmarks/arrivals.py, so the figures apply to one
+core, whatever else the machine does. The engine runs in this process, without HTTP. The vision
 tower is a quarter of Qwen3-VL 2B's: six of its blocks, so each step is as long. The text model is
 small, so that the tokens of the stream come fast. The weights are random.
 """

@@ -3,7 +3,7 @@
 The towers are four blocks of published ones, and the images have about 512 x 512 pixels (Gemma 3:
 896 x 896). Ours runs as in the engine, from 8-bit pixels to image rows. The others get normalized
 patches or pixels. `MLX_VLM` is a Python with mlx-vlm. Rounds alternate. The figures are CPU seconds
-of the process, which other programs hardly affect.
+of the process, which other programs barely affect.
 """
 
 import json

@@ -46,7 +46,7 @@ SPEED_TYPES = ("float32", "bfloat16")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
     """Compared with float32. perplexity: the perplexity of the text. difference: the largest
-    difference of a token's log probability. changed: the share of positions with another most
+    difference of a token's log probability. changed: the share of positions with a different most
     likely token. gap: the largest difference of the two best float32 logits at such a position."""
 
     perplexity: float

@@ -99,7 +99,7 @@ def run_conversation(model: Model, vocab: int, policy: str) -> list[PrefixHit]:
 
 
 def report() -> str:
-    """Equal rows are merged; columns without cacheable ids are left out."""
+    """Equal rows are merged; columns without cacheable ids are omitted."""
     rows: dict[tuple[str, tuple[int, ...]], list[Case]] = {}
     head: list[PrefixHit] = []
     for case in cases():

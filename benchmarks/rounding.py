@@ -2,7 +2,7 @@
 
 It compares a sequence evaluated at once with one after a cache decoded token by token, and decoding
 in a batch with decoding alone; with our CPU kernels, if they are built, and with MLX's operations
-(`MLXRUNNER_KERNELS=off`). The differences are no errors: float32 sums have another order. With
+(`MLXRUNNER_KERNELS=off`). The differences are not errors: float32 sums have a different order. With
 `--exact` all differences are zero.
 """
 

@@ -2,8 +2,8 @@
 processes, compared with an older commit.
 
 The request is sent as soon as the server listens, so it also waits for the model. Rounds alternate,
-and the ratios are those of adjacent starts. The first start of each commit, which writes bytecode,
-is not measured.
+and the ratios compare adjacent starts. The first start of each commit, which writes bytecode, is
+not measured.
 
 The older commit is cloned to build/baseline, with a separate environment from its own locks.
 """

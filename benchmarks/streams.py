@@ -12,7 +12,7 @@ Body = Mapping[str, Any]
 
 
 class Stream:
-    """One streamed completion. Seconds are those of time.perf_counter."""
+    """One streamed completion. Seconds are measured with time.perf_counter."""
 
     def __init__(self, port: int, body: Body) -> None:
         self._body = body

@@ -56,7 +56,7 @@ def report(folder: Path) -> str:
 
 
 def measure(folder: Path, streams: int) -> Delays:
-    """One prefill of a long prompt beside `streams` streams."""
+    """One prefill of a long prompt alongside `streams` streams."""
     recorder = _Recorder()
     settings = Settings(prefill_chunk=CHUNK, parallel=streams + 1, cache="radix")
     files = store.resolve(str(folder))

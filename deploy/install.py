@@ -230,7 +230,7 @@ def _has_uv_index(environ: Mapping[str, str]) -> bool:
 
 def find_pip_index(environ: Mapping[str, str]) -> str | None:
     """Returns the option of pip's configuration that replaces the public index, or None. An
-    additional index is no reason to avoid uv, because pip uses the public one, too."""
+    additional index is no reason to avoid uv, because pip also uses the public one."""
     for option in ("index-url", "no-index"):
         if environ.get(f"PIP_{option.upper().replace('-', '_')}"):
             return option

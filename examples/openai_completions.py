@@ -1,4 +1,4 @@
-"""OpenAI's Python library: text completions, which continue a text.
+"""OpenAI's Python library: text completions, which continue a prompt.
 
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/openai_completions.py
 """

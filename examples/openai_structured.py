@@ -43,7 +43,7 @@ def main() -> None:
     assert "".join(pieces) == parsed.content
     assert final.parsed == parsed.parsed
 
-    # Any JSON object, a text that matches a pattern, or one of several texts (vLLM's fields).
+    # Any JSON object, text that matches a pattern, or one of several strings (vLLM's fields).
     anything = client.chat.completions.create(
         **{**asked, "max_tokens": 150}, response_format={"type": "json_object"}
     ).choices[0]

@@ -53,8 +53,8 @@ ALIASES: Mapping[str, str] = {
     "xlm-roberta": "roberta",
 }
 
-# models whose text part has other tensors than its model type says, so that the whole model needs a
-# class of its own
+# models whose text part has different tensors than its model type says, so that the whole model
+# needs a separate class
 WHOLE_MODEL_TYPES = frozenset({"prism_hadamard_qwen35"})
 
 # architectures that compute hidden states only (models/encoder.py)
@@ -64,7 +64,7 @@ ENCODERS = frozenset({"bert", "gemma3_encoder", "modernbert", "nomic_bert", "rob
 def architecture_name(config: Mapping[str, Any]) -> str | None:
     """Returns the name of the architecture, which is a module of this package or of mlx-lm, or None
     if config.json has no model type. An architecture with attention in both directions has a
-    module of its own if the same model type also generates text."""
+    separate module if the same model type also generates text."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         return None
@@ -84,7 +84,7 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config of the text model, completed with the keys of the whole config. Some
-    configs have the text model's keys at the top level, beside the vision config."""
+    configs have the text model's keys at the top level, next to the vision config."""
     part = config.get("text_config")
     if not isinstance(part, Mapping):
         return config
@@ -112,7 +112,7 @@ def find_unsupported_method(config: Mapping[str, Any]) -> str | None:
 
 def has_architecture(config: Mapping[str, Any]) -> bool:
     """Returns whether a file of this package, or of mlx-lm, is named after the model type. If not,
-    mlx-lm may still know the model type by another name, which only its import shows."""
+    mlx-lm may still know the model type by a different name, which only importing it shows."""
     name = str(architecture_name(config))
     # the name is used as a file name, so its characters are restricted
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):

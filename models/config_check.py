@@ -96,8 +96,8 @@ def find_inconsistency(values: Mapping[str, Any]) -> str | None:
 
 
 def changes_logits(key: str, value: Any) -> bool:
-    """Returns whether a model that ignores this key computes other logits, as far as the name of
-    the key shows: it belongs to rope, a window, a scale or a cap, and its value is not neutral."""
+    """Returns whether a model that ignores this key computes different logits, judging by the name
+    of the key: it belongs to rope, a window, a scale or a cap, and its value is not neutral."""
     if not _CRITICAL_KEY.search(key) or _HARMLESS_KEY.search(key):
         return False
     if isinstance(value, Mapping | list):

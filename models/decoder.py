@@ -85,7 +85,8 @@ class Config(base.Config):
         )
 
     def rope_settings(self, layer_type: str | None = None) -> tuple[float, Scaling | None]:
-        """Returns (theta, scaling). Architectures with other config keys override this method."""
+        """Returns (theta, scaling). Architectures with different config keys override this
+        method."""
         return rope_settings(self, layer_type)
 
     def layer_type(self, layer: int) -> str:
@@ -236,7 +237,7 @@ class CausalLM(nn.Module):
     def shift(self, kv: Sequence[LayerCache], start: int, end: int) -> bool:
         if not all(isinstance(layer, KVCache) for layer in kv):
             return False
-        # if an image is removed, the later positions change by another number than the indexes
+        # if an image is removed, the later positions change by a different number than the indexes
         if get_position_delta(kv):
             return False
         for block, layer in zip(self.model.cached_layers, kv, strict=True):

@@ -3,8 +3,8 @@ experts are selected by a softmax.
 
 Knows: the config keys, the methods of selection. Must not know: devices, the engine, layers.
 
-Source: DeepSeek-V2 (2024), section 2.2. With `group_limited_greedy`, a token uses experts of its
-best groups only, and the score of a group is that of its best expert (V2, V2.5). With `greedy`,
+Source: DeepSeek-V2 (2024), section 2.2. With `group_limited_greedy`, a token uses only experts of
+its best groups, and the score of a group is the score of its best expert (V2, V2.5). With `greedy`,
 there are no groups (V2-Lite). The weights of the selected experts are not normalized: the original
 code, transformers and llama.cpp differ in what a norm_topk_prob of true means, and no published
 model has it.

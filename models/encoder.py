@@ -23,8 +23,8 @@ from models.kv import LayerCache
 from models.rope import Rope
 from models.sdpa import scaled_dot_product_attention
 
-# The number of queries of a layer with a window that are computed together. Their keys are those of
-# the block and of a window on both sides.
+# The number of queries of a layer with a window that are computed together. Their keys are those in
+# the block and in a window on both sides.
 _WINDOW_BLOCK = 128
 
 # The parts of a checkpoint that are used only for training: the head of masked language modeling,

@@ -4,10 +4,10 @@ Knows: the files that the build of models/kernels installs. Must not know: MLX, 
 
 The extension changes the bits of logits. A server starts model processes during its whole life:
 when it loads a model, and when it replaces a process. If `make` compiles the kernels in the
-meantime, a later process would compute with other kernels than an earlier one. Therefore the server
-pins the identity, and its model processes compare. If the server was started without the extension,
-they do not use it. If the files differ, the process ends with an error that says to restart the
-server.
+meantime, a later process would compute with different kernels than an earlier one. Therefore the
+server pins the identity, and its model processes compare. If the server was started without the
+extension, they do not use it. If the files differ, the process ends with an error that says to
+restart the server.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class ExtensionChangedError(OSError):
 
 def compute_identity(folder: Path = FOLDER) -> str:
     """Returns the value of VARIABLE for the files of a folder. It names the folder, so that it does
-    not apply to another installation."""
+    not apply to a different installation."""
     digest, has_files = hashlib.sha256(), False
     for name in _NAMES:
         try:

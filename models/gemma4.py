@@ -12,8 +12,8 @@ Differences from Gemma 3:
   layer of the same type that has some. These layers do not affect any cache, so of a prompt they
   compute only the positions that the caller needs.
 - A layer's output is multiplied by a number. In small models, it first adds a vector that depends
-  on the token and on the layer (per-layer embeddings). In one model, a mixture of experts works
-  beside the MLP.
+  on the token and on the layer (per-layer embeddings). In one model, a mixture of experts runs in
+  parallel with the MLP.
 
 Source: the released checkpoints, and transformers' Gemma4TextConfig for the defaults. With
 `use_bidirectional_attention` "vision", layers with a window see ahead within an image.

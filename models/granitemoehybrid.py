@@ -1,5 +1,5 @@
 """Granite 4 (IBM 2025). A layer has a Mamba-2 layer or attention, and an MLP. In some models, a
-mixture of experts works beside the MLP.
+mixture of experts runs in parallel with the MLP.
 
 Knows: the layers, the checkpoint tensors. Must not know: devices, how a Mamba-2 layer is computed.
 

@@ -106,9 +106,9 @@ class AttentionCache(Protocol):
         ...
 
     def attend_shared(self, queries: mx.array, *, scale: float) -> mx.array:
-        """Computes attention from queries [B, Hq, L, D] of another layer, which has no keys of its
-        own, to all cached positions. The positions of the queries are the last ones that `attend`
-        appended. Returns [B, Hq, L, D]."""
+        """Computes attention from queries [B, Hq, L, D] of another layer, which has no keys, to all
+        cached positions. The positions of the queries are the last ones that `attend` appended.
+        Returns [B, Hq, L, D]."""
         ...
 
 

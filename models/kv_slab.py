@@ -170,8 +170,8 @@ class KVSlab:
         return self._buffers[index].reshape(shape)
 
     def _take(self, index: int) -> mx.array:
-        """Like `_view`, and gives up the only reference to the buffer, so that writes to the result
-        do not copy it. `_put` returns the result."""
+        """Like `_view`, but drops the only reference to the buffer, so that writes to the result do
+        not copy it. `_put` returns the result."""
         view = self._view(index)
         self._buffers[index] = view
         return view

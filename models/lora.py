@@ -221,8 +221,8 @@ class AdaptedModel:
 
     def add(self, weights: LoraWeights) -> int:
         """Adds an adapter and returns its index, which is never used again. Raises ModelError if
-        the model lacks one of its layers, does not call it, or it has another shape; then no row
-        can use the adapter."""
+        the model lacks one of its layers, does not call it, or it has a different shape; then no
+        row can use the adapter."""
         modules = dict(cast(nn.Module, self._base).named_modules())
         for name, factors in weights.items():
             _check_layer(modules.get(name), name, factors)

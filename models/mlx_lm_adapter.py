@@ -240,7 +240,7 @@ def _replace_layers(model: nn.Module) -> None:
 
 
 def _tie_head(model: Any, head: str) -> None:
-    """Lets a model apply the embedding like an output layer of its own. head: the name of such a
+    """Lets a model apply the embedding like a separate output layer. head: the name of such a
     layer. The class of the model is only used by this model."""
     model.args = copy.copy(model.args)
     model.args.tie_word_embeddings = False
@@ -334,7 +334,7 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None, *, t
             weights = _add_text_prefix(weights, self.parameters())
             weights = _strip_gpt_prefix(weights, classes.keys)
             if tied and "lm_head" in self:
-                # the class has a head of its own, to which it applies a scale
+                # the class has its own head, to which it applies a scale
                 for name in [name for name in weights if name.startswith(_EMBEDDING)]:
                     head = f"lm_head.{name.removeprefix(_EMBEDDING)}"
                     weights.setdefault(head, weights[name])
@@ -366,7 +366,7 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None, *, t
 
         def _has_invariant_steps(self) -> bool:
             """Whether the result for a row does not depend on other rows, if each of them has one
-            position. Recurrent classes may compute several positions in another way."""
+            position. Recurrent classes may compute several positions differently."""
             if not self._find_trial().batches:
                 return False
             # from the start, so that the graph has steps only
@@ -708,8 +708,8 @@ def _import_package() -> Path:
 
 
 def _read_aliases() -> Mapping[str, Any]:
-    """Returns the tables of other names of model types, from the source text of a module that would
-    import transformers."""
+    """Returns the tables of alternative names of model types, from the source text of a module that
+    would import transformers."""
     tree = ast.parse((_import_package() / "utils.py").read_text("utf-8"))
     tables = {
         target.id: ast.literal_eval(node.value)

@@ -36,10 +36,10 @@ class NotBatchableError(Exception):
 
 
 class AttentionTrait:
-    """What is known of an attention layer of a model. The caches of all sequences share it.
+    """The known properties of an attention layer. The caches of all sequences share it.
 
-    attends: whether the layer only calls `scaled_dot_product_attention` with what it gets from its
-    cache, and with no mask of its own, so that the cache may compute the attention. calls: while a
+    attends: whether the layer only calls `scaled_dot_product_attention` with the output of its
+    cache, and without its own mask, so that the cache may compute the attention. calls: while a
     trial runs, the number of such calls, or None if the layer does anything else. marks: while a
     trial runs, whether the layer gets keys and values that leave `LEAK_PRIMITIVE` in the graph of
     everything that is computed from them.
@@ -145,7 +145,7 @@ class _MlxLmKVMixin(KVBuffers):
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        """Replaces the buffer. Some classes replace it by the same buffer with added dependencies
+        """Replaces the buffer. Some classes replace it with the same buffer with added dependencies
         (`mx.depends`)."""
         self._keys = keys
 

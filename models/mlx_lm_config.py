@@ -4,9 +4,9 @@ Knows: the keys of config.json that transformers 4 and 5 write, the arguments of
 their source text. Must not know: tensors, caches.
 
 transformers 5 writes the settings of rope only inside `rope_parameters`, where most of mlx-lm's
-classes do not look, so that they would use their defaults. It also leaves out keys that are the
-same for every model of an architecture. A class ignores the keys that are not among its arguments.
-Therefore keys that change the logits must be read, either by the class or by this module.
+classes do not look, so that they would use their defaults. It also omits keys that are the same for
+every model of an architecture. A class ignores the keys that are not among its arguments. Therefore
+keys that change the logits must be read, either by the class or by this module.
 """
 
 import ast
@@ -516,7 +516,7 @@ def _double_kv_heads(config: Mapping[str, Any]) -> int | None:
     return 2 * heads if type(heads) is int else None
 
 
-# arguments of classes that follow from other keys
+# arguments of classes that are derived from other keys
 _DERIVED_KEYS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "head_dim": _find_head_dim,
     "num_experts": _first("num_local_experts", "n_routed_experts"),
@@ -629,7 +629,7 @@ def _find_unread_window(config: Mapping[str, Any], keys: ClassKeys) -> int | Non
     kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else None
     if kinds is not None and not keys.reads(*_LAYER_KINDS, "sliding_window_pattern"):
         other = sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING})
-        # a single other type is that of all models of the architecture
+        # a single other type is used by all models of the architecture
         if other and len({str(kind) for kind in kinds}) > 1:
             raise _ignored_error(keys, f"layer_types with {other[0]!r}")
     window = config.get("sliding_window")

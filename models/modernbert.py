@@ -4,7 +4,7 @@ Knows: the layers, the parameter names. Must not know: pooling, devices.
 
 Norms precede the sublayers, except for the first attention, which follows the norm of the
 embeddings. Every third layer attends to the whole input, the others to a window of
-`local_attention` tokens, with another rope. The MLP is gated.
+`local_attention` tokens, with a different rope. The MLP is gated.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,8 +19,8 @@ _TEXT_PREFIXES = (
 # the modules of a backbone that was saved without a head, as in embedding models (Qwen3-Embedding)
 _BACKBONE_PREFIXES = ("embed_tokens.", "layers.", "norm.")
 
-# the modules of a multimodal model beside which other modules can be, and modules of the text model
-# that are never dropped
+# the modules of a multimodal model next to which there may be other modules, and modules of the
+# text model that are never dropped
 _CONTAINERS = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _TEXT_MODULES = frozenset(
     f"{parent}{name}."

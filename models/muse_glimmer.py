@@ -23,7 +23,7 @@ from models.rope import NoRope, Rope
 from models.rotating_kv import RotatingKVCache
 from models.sharding import ATTENTION_SHARDS, ShardSpec
 
-# one layer in so many has full attention, counted from the last one
+# one layer in this many has full attention, counted from the last one
 _PERIOD = 4
 
 

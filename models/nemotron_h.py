@@ -5,9 +5,9 @@ Knows: the layers, the checkpoint tensors. Must not know: devices, types of cach
 layer is computed.
 
 MLPs have no gate: they compute down(relu(up(x))^2). In Nemotron 3 Super, the routed experts work on
-a projection of the hidden states to fewer dimensions ("latent"). The router is that of DeepSeek-V3.
+a projection of the hidden states to fewer dimensions ("latent"). The router is DeepSeek-V3's.
 
-The smallest step size of a Mamba-2 layer is that of `time_step_limit`, as in the original code and
+The smallest step size of a Mamba-2 layer comes from `time_step_limit`, as in the original code and
 in mlx-lm. transformers uses `time_step_min` instead, only for prompts.
 """
 

@@ -85,8 +85,8 @@ _TRANSPOSED_MODULES = ("kv_b_proj",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What was converted. counts: the number of weights by the published format and the result, for
-    example {("fp8", "bfloat16"): 12}."""
+    """The converted weights. counts: the number of weights by the published format and the result,
+    for example {("fp8", "bfloat16"): 12}."""
 
     counts: Mapping[tuple[str, str], int]
 
@@ -112,7 +112,8 @@ class _Module:
     settings: PublishedConfig
 
     def get(self, part: str, *, dims: int = 2) -> mx.array:
-        """Returns a tensor. Raises ModelError if it is missing or has another number of axes."""
+        """Returns a tensor. Raises ModelError if it is missing or has a different number of
+        axes."""
         array = self.parts.get(part)
         if array is None:
             raise ModelError(f"the checkpoint lacks {self.path}.{part}")

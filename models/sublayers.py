@@ -65,7 +65,7 @@ class InputGateSublayer:
 
 @runtime_checkable
 class DescribedBlock(Protocol):
-    """A block that describes its sublayers. None: the sublayer has another form."""
+    """A block that describes its sublayers. None: the sublayer has a different form."""
 
     def describe_attention(self) -> AttentionSublayer | None: ...
 

@@ -267,8 +267,8 @@ def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:
 
 
 def _number_values(cases: Sequence[Any]) -> Sequence[Mapping[str, int]]:
-    """The number of each parameter's value among its different values. pytest's own indices are
-    those of the cases."""
+    """The number of each parameter's value among its different values. pytest's own indices count
+    the cases."""
     numbers: dict[str, dict[int, int]] = defaultdict(dict)
     return [
         {

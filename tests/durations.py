@@ -5,7 +5,7 @@ only the standard library.
 
 `make test` runs every test function that costs less than LIMIT CPU seconds and starts no process.
 The others are listed in tests/integration.txt, from which conftest.py assigns the marker
-`integration`. The list is the result of a measurement, never of a decision by hand.
+`integration`. The list is the result of a measurement, and is never edited by hand.
 
 A function costs what all its cases cost together, and in addition what its fixtures of a wider
 scope cost once. It starts a process if a case or one of these fixtures does.

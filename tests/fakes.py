@@ -432,7 +432,7 @@ class FakeLibrary:
 
 def build_fake_app(generate: Any, settings: Settings, **options: Any) -> Starlette:
     """`build_app` with one object that implements `Generate` and `Models`. The stream of engine
-    events, which has no end of its own, ends after the first events, as while a server stops."""
+    events, which does not end by itself, ends after the first events, as while a server stops."""
     options.setdefault("traffic", ConnectionStats(shutting_down=True))
     return build_app(generate, generate, settings, **options)
 

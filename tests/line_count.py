@@ -1,7 +1,7 @@
 """The number of lines that Python executes: a measure of work that no other program can change.
 
 It shows that work is linear, or that it does not depend on a size. Time does not: another program
-may use the machine meanwhile.
+may use the machine at the same time.
 """
 
 import sys
@@ -12,8 +12,8 @@ from typing import Any
 
 def count_lines(work: Callable[[], object]) -> int:
     """Returns the number of lines executed by `work`; those of a loop count once per iteration. C
-    code, such as a comparison of two slices, counts nothing. Coverage is not measured meanwhile, so
-    the test should be marked `no_cover`."""
+    code, such as a comparison of two slices, counts nothing. Coverage is not measured during this
+    time, so the test should be marked `no_cover`."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

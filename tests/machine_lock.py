@@ -1,4 +1,4 @@
-"""A lock for latency measurements: no other test runs meanwhile.
+"""A lock for latency measurements: no other test runs at the same time.
 
 A limit such as "at most twice as long" is about the server and the attack. Tests of other pytest
 workers would use the same two cores. So each test holds a shared lock, and a measurement takes it
@@ -67,7 +67,7 @@ def _unlock(file: IO[str]) -> None:
 def machine_lock_of_run() -> MachineLock:
     """The lock that all workers of this run share; without workers, one for this process.
 
-    A run that a test starts has a lock of its own. With the lock of the outer run it would wait
+    A run that a test starts has a separate lock. With the lock of the outer run it would wait
     for a measurement, which waits for the test that started it."""
     nested = "PYTEST_CURRENT_TEST" in os.environ
     own = str(os.getpid())

@@ -269,7 +269,7 @@ def make_copy(folder: Path, name: str, commit: str) -> Path:
 
 
 def _environ(copy: Path) -> dict[str, str]:
-    """Child processes, too, import the copy, and not the installed package."""
+    """Child processes also import the copy, and not the installed package."""
     dropped = ("PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**kept, "PYTHONPATH": str(copy), "COLUMNS": "1000"}

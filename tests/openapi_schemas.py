@@ -173,7 +173,7 @@ class SchemaBuilder:
         self.components[name] = schema
 
     def convert(self, type_: inspect.Type, *, named: bool = False) -> Any:
-        """named: whether an object is a component of its own."""
+        """named: whether an object is a separate component."""
         match type_:
             case inspect.Metadata(type=inner, extra=extra, extra_json_schema=more):
                 more = dict(more or {})
@@ -291,7 +291,7 @@ def _limits(**limits: Any) -> dict[str, Any]:
 def _merge(schema: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     if "$ref" in schema and more:
         return {"allOf": [schema], **more}
-    # an object may have a description of its own
+    # an object may have its own description
     return {**schema, **more}
 
 

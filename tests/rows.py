@@ -48,10 +48,10 @@ def rows(
     ids: Iterable[object] | Callable[[Any], object] | None = None,
     parts: int = 1,
 ) -> Callable[[Test], Test]:
-    """The arguments are those of `pytest.mark.parametrize`. Several decorators give the product of
-    their rows, in the same order and with the same IDs as several `parametrize`. Both kinds can be
-    combined; then every item has all rows. A table without rows fails. Marks of single rows,
-    coroutines and property tests are not supported.
+    """The arguments are the same as for `pytest.mark.parametrize`. Several decorators give the
+    product of their rows, in the same order and with the same IDs as several `parametrize`. Both
+    kinds can be combined; then every item has all rows. A table without rows fails. Marks of single
+    rows, coroutines and property tests are not supported.
 
     parts: the number of items to which the rows are dealt in turn. More than one, at the outermost
     decorator, lets several workers share a table that takes more than about five seconds."""

@@ -253,8 +253,8 @@ class Interpreter:
 
 
 def find_interpreters() -> list[Interpreter]:
-    """The Pythons of .ci/interpreters, oldest first. .venv is not rebuilt for another version than
-    it has."""
+    """The Pythons of .ci/interpreters, oldest first. .venv is not rebuilt for a different version
+    than it has."""
     lines = _read_output(".ci/interpreters").splitlines()
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
     existing = _read_output(".venv/bin/python", "-c", code).strip()
@@ -274,9 +274,9 @@ def _read_output(*command: str) -> str:
     return process.stdout
 
 
-# What runs with the newest Python as well: every import, a server, and the modules that depend most
-# on the standard library. They run from the sources, because they need no kernels, whose
-# compilation takes longer than the tests.
+# The tests that also run with the newest Python: every import, a server, and the modules that
+# depend most on the standard library. They run from the sources, because they need no kernels,
+# whose compilation takes longer than the tests.
 NEWEST = "tests/test_imports.py tests/test_interpreter.py tests/core tests/config"
 
 # `make check` runs these.
@@ -316,7 +316,7 @@ def list_ci_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
 
 
 def list_nightly_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
-    """What `make test-all` runs in addition."""
+    """The tests that `make test-all` runs in addition."""
     oldest, *others = interpreters
     workers = "-n auto --maxprocesses 4 --dist worksteal"
     parts = [

@@ -25,7 +25,7 @@ FACTORS = {
 NAMES = ("base", *(f"base:{name}" for name in FACTORS))
 
 # The largest difference of a log probability from that of the merged model, whose weights are
-# rounded in another order.
+# rounded in a different order.
 NEAR = 1e-4
 
 

@@ -1,4 +1,4 @@
-"""A model that was trained to see: the answers over HTTP are those of transformers.
+"""A model that was trained to see: the answers over HTTP match transformers.
 
 Each prompt is asked alone, with cached prefixes, streamed and in a batch. All must name the colors
 of their own images, in order. The same model in GGUF, with a projector, gives the same answers.

@@ -26,7 +26,7 @@ Instruction = tuple[str, str]
 
 
 def instructions() -> list[Instruction]:
-    """(word, arguments) in order, with continued lines joined and comments left out."""
+    """(word, arguments) in order, with continued lines joined and comments removed."""
     lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
     joined = re.sub(r"\\\n\s*", " ", text)

@@ -82,7 +82,7 @@ def test_clients_with_the_same_new_image_have_it_encoded_once(server: ServerProc
 
 
 def test_requests_with_twelve_images_have_the_answers_of_each_alone(server: ServerProcess) -> None:
-    """The model was not trained for so many, so its answers only have to be the same."""
+    """The model was not trained for this many, so its answers only have to be the same."""
     prompts = [
         [(COLORS[(i + n) % len(COLORS)], 1000 + 12 * n + i) for i in range(12)] for n in range(8)
     ]

@@ -29,7 +29,7 @@ def test_the_time_of_a_process_includes_its_descendants():
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc")
 def test_the_time_of_other_programs_excludes_that_of_the_tests(monkeypatch: pytest.MonkeyPatch):
-    """Compares two meters that differ only in the process whose descendants are left out."""
+    """Compares two meters that differ only in the process whose descendants are excluded."""
     ours = OtherPrograms()
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.setattr("os.getpid", lambda: -1)  # without descendants

@@ -1,8 +1,8 @@
 """The manual is complete: every page is in the navigation, every command, variable and route has
-its place, and generated pages and tables are those of the code.
+its place, and generated pages and tables match the code.
 
-`make manual` writes what is generated. Its site generator is not installed here. It fails for links
-that lead nowhere, which tests/test_docs.py finds, too.
+`make manual` writes what is generated. Its site generator is not installed here. It fails for
+broken links, which tests/test_docs.py also finds.
 """
 
 import functools

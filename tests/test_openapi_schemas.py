@@ -1,4 +1,4 @@
-"""The schemas of typed request bodies in openapi.yaml are those of their structs."""
+"""The schemas of typed request bodies in openapi.yaml match their structs."""
 
 from typing import Any
 

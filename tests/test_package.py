@@ -65,7 +65,7 @@ def run_backend(sources: Path, calls: str, **variables: str) -> None:
 
 @pytest.fixture(scope="module")
 def dist(sources) -> Path:
-    """The folder with the built wheel and sdist. The kernels are left out, because compiling them
+    """The folder with the built wheel and sdist. The kernels are omitted, because compiling them
     takes almost a minute: `make wheel` builds and tests a wheel with them."""
     calls = "build_wheel('dist'); build_sdist('dist')"
     run_backend(sources, calls, MLXRUNNER_BUILD_KERNELS="0")
@@ -280,8 +280,8 @@ def test_an_installed_wheel_works_with_foreign_packages_of_the_same_names(wheel,
         check_answer(url)
 
 
-# Hides every distribution that is not in the serving lock, except for coverage, which traces this
-# process, too.
+# Hides every distribution that is not in the serving lock, except for coverage, which also traces
+# this process.
 SERVING_ONLY = """
 import importlib.metadata, re, sys
 

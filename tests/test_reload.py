@@ -88,7 +88,7 @@ def test_a_reload_under_load_cuts_nothing(
             write_keys(keys, NEW_KEY)
             config.write_text(
                 f'api_keys = "{keys}"\nmax_tokens = 3\nlog_level = "debug"\nload_wait = 9\n'
-                # "a" gets other settings of the engine, so it is loaded anew after its requests
+                # "a" gets different engine settings, so it is reloaded after its requests
                 f'[[models]]\nname = "{tiny_model}"\nalias = "a"\ncontext = 48\n'
                 f'[[models]]\nname = "{long_model}"\nalias = "b"\n'
             )

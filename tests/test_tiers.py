@@ -1,4 +1,4 @@
-"""What a tier does not collect: it would be deselected anyway, by the markers."""
+"""The files that a tier does not collect: the markers would deselect them anyway."""
 
 import pytest
 

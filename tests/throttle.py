@@ -58,7 +58,8 @@ class Throttle:
             progress=HELD_PROGRESS,
         )
         (folder / "sitecustomize.py").write_text(code)
-        # sitecustomize imports our package, which may be installed from other sources than these
+        # sitecustomize imports our package, which may be installed from different sources than
+        # these
         self.variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
     def on(self) -> "Throttle":

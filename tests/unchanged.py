@@ -83,7 +83,7 @@ def record(root: Path = ROOT) -> None:
 
 
 def compute_digest(root: Path = ROOT) -> str:
-    """SHA-256 of the sorted paths and of the contents. Line endings are those of Unix."""
+    """SHA-256 of the sorted paths and of the contents. Line endings are Unix's."""
     digest = hashlib.sha256()
     for path in list_files(root):
         content = (root / path).read_bytes().replace(b"\r\n", b"\n")

@@ -145,7 +145,7 @@ def parse_tokenize(data: bytes | bytearray, model: str) -> TokenizeRequest:
 
 def parse_detokenize(data: bytes | bytearray) -> tuple[int, ...]:
     """Parses the body of POST /detokenize, which is an object, or the bare array that /v1/tokenize
-    returns for a text. Raises AppError(INVALID) for an invalid request."""
+    returns for text. Raises AppError(INVALID) for an invalid request."""
     if data.lstrip()[:1] == b"[":
         data = b'{"tokens":' + data + b"}"
     return tuple(DETOKENIZE.decode(data).tokens)

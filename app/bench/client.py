@@ -295,7 +295,7 @@ class EventStreamParser:
 
 
 class StreamRecorder:
-    """Records a stream of completion chunks. Times are those of one clock.
+    """Records a stream of completion chunks. All times come from one clock.
 
     arrivals: times of the chunks that hold output. comments: times of comments, with their text.
     """

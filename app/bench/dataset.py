@@ -2,8 +2,8 @@
 
 Knows: prompt lengths, the format of trace files. Must not know: HTTP, concurrency, metrics.
 
-A trace file has one JSON object per line; docs/benchmarks.md describes its fields. They are those
-of vLLM's custom datasets and of the traces of Mooncake (Qin et al., FAST 2025).
+A trace file has one JSON object per line; docs/benchmarks.md describes its fields. They follow
+vLLM's custom datasets and the traces of Mooncake (Qin et al., FAST 2025).
 """
 
 import json
@@ -35,7 +35,7 @@ _OUTPUT_FIELDS = ("output_tokens", "output_length", "max_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
-    """text: a prompt, or the content of one user message. messages: a conversation; empty for a
+    """text: a prompt, or the content of one user message. messages: a conversation; empty for plain
     text. tools: the tools of a conversation. output_tokens: None for the default."""
 
     text: str = ""

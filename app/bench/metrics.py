@@ -1,4 +1,4 @@
-"""The definitions of the metrics. Names and definitions are those of vLLM's `vllm bench serve`.
+"""The definitions of the metrics. Names and definitions follow vLLM's `vllm bench serve`.
 
 Knows: the records of requests, percentiles, service level objectives. Must not know: HTTP, how
 requests arrive, formats of reports.

@@ -54,10 +54,11 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a chat sends with its messages. system: the first message; None for the model's own.
-    think: whether the model reasons, or the effort; None for its default. output_format: "json" or
-    a JSON schema. parameters: sampling parameters by their name in a request. keep_alive: how long
-    the model then stays loaded, in seconds; -1 is forever, None is the server's setting."""
+    """The options that a chat sends with its messages. system: the first message; None for the
+    model's own. think: whether the model reasons, or the effort; None for its default.
+    output_format: "json" or a JSON schema. parameters: sampling parameters by their name in a
+    request. keep_alive: how long the model then stays loaded, in seconds; -1 is forever, None is
+    the server's setting."""
 
     system: str | None = None
     think: bool | str | None = None

@@ -284,7 +284,7 @@ def _render_parameters(options: ChatOptions, fields: Mapping[str, Any]) -> str:
 
 
 def _unquote(text: str) -> str:
-    """Removes the quotation marks around a text."""
+    """Removes the quotation marks around text."""
     for mark in ('"""', '"'):
         if text.startswith(mark) and text.endswith(mark) and len(text) >= 2 * len(mark):
             return text[len(mark) : -len(mark)].strip()

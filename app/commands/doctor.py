@@ -38,7 +38,7 @@ from app.engine.device import (
 from app.runners.compile_dir import prepare_compile_dir
 from models import cpu_backend, kernels
 
-# minimum memory in bytes; with less, hardly any model can be served
+# minimum memory in bytes; with less, almost no model can be served
 _MIN_MEMORY = 256 << 20
 
 _AUTO_ACTIVATIONS = "16-bit (float32 models: 24-bit)"
@@ -169,7 +169,7 @@ def _find_cpu_problems(found: Findings, environ: Mapping[str, str]) -> Iterator[
             "the processor's AMX tiles computed a wrong result, so prompts are slower without "
             f"them: {found.tiles_why}. Report this with the output of `mlxrunner doctor --json`"
         )
-    # kernels that the build was configured to leave out also count as disabled
+    # kernels that the build was configured to omit also count as disabled
     off = environ.get("MLXRUNNER_KERNELS") == "off" or BUILD_VARIABLE in (found.kernels_why or "")
     if found.kernels is None and not off:
         yield f"the CPU kernels are not in use, so decoding is slower: {found.kernels_why}"

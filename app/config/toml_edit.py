@@ -169,7 +169,7 @@ def _format(option: Option, value: Any) -> str:
 
 
 def _is_equal(option: Option, written: object, value: Any) -> bool:
-    """Returns whether a file contains the value, perhaps in another spelling."""
+    """Returns whether a file contains the value, perhaps in a different spelling."""
     try:
         return option.value_type.from_toml(written) == value
     except InvalidOptionValue:

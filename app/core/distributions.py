@@ -129,7 +129,7 @@ def repair_commands(found: MlxLibrary) -> tuple[str, str]:
     kept = [p for p in found.providers if p[0].startswith("mlx-cuda") == wants_cuda][-1:]
     kept = kept or [found.providers[-1]]
     removed = [name for name, _ in found.providers]
-    if len(found.own) > 1:  # they have the same files, too
+    if len(found.own) > 1:  # they also have the same files
         removed += [name for name, _ in found.own]
         kept += [own for own in found.own if (own[0] == _OWN_NAMES[1]) == wants_cuda]
     pins = [f"{name}=={version}" for name, version in kept]

@@ -51,8 +51,8 @@ class RemoteImage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedImage:
     """An image in a message. offset: the number of characters of `Message.content` before it.
-    required: whether the request fails if the model cannot get the image. Otherwise, a text
-    replaces the image."""
+    required: whether the request fails if the model cannot get the image. Otherwise, text replaces
+    the image."""
 
     offset: int
     image: Image | RemoteImage

@@ -24,7 +24,7 @@ RANDOM_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedToken:
-    """A token of a tokenizer that is recognized in text before it is split. The fields are those of
+    """A token of a tokenizer that is recognized in text before it is split. The fields match
     `added_tokens` in tokenizer.json."""
 
     id: int
@@ -271,8 +271,8 @@ def _is_integer(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDefaults:
-    """The defaults of one model. A value that is None is that of the settings or of the model
-    itself.
+    """The defaults of one model. If a value is None, the value from the settings or from the model
+    itself applies.
 
     name: the name under which the model is served. aliases: further names for requests. system: the
     system prompt of conversations that have none. context: the context length in tokens.

@@ -77,7 +77,7 @@ class ModelDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadPreview:
-    """What a download would need, before a weight is downloaded. All sizes are in bytes.
+    """The requirements of a download, before any weight is downloaded. All sizes are in bytes.
 
     name: the repository on the hub. size: the size of all files. missing: the size of the files
     that are not downloaded yet. context_length: the model's context length. memory_needed: the

@@ -40,8 +40,8 @@ ReasoningField = Literal["reasoning_content", "reasoning", "both"]
 LogFormat = Literal["human", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-# The maximum of the default of `parallel`. More sequences hardly increase the throughput, and the
-# pauses of each one grow.
+# The maximum of the default of `parallel`. More sequences barely increase the throughput, and
+# lengthen the pauses of each one.
 MAX_DEFAULT_PARALLEL = 64
 
 # The settings that a reload applies at once. All others take effect after a restart.

@@ -1,4 +1,4 @@
-"""What a server counts: usage per API key, and the limits of a key on it; connections and
+"""The statistics of a server: usage per API key, and the limits of a key on it; connections and
 responses; the latency of the event loop.
 
 Knows: requests, tokens, the clock, the names of the statistics. Must not know: sockets, HTTP,

@@ -36,7 +36,7 @@ _REQUESTED_AHEAD = 2
 
 # A step of the tower that delays the next tokens of running streams by more seconds than a decode
 # step and this is followed by decode steps only. These are the majority, so that the median delay
-# of a token hardly changes, and they take little time beside a step of the tower.
+# of a token barely changes, and they take little time compared to a step of the tower.
 _UNNOTICED_SECONDS = 0.05
 _DECODE_STEPS_BETWEEN = 2
 

@@ -92,7 +92,7 @@ _ADAPTER_LOST = (
     "load it again"
 )
 
-# What a step computes besides decoding.
+# The work that a step does besides decoding.
 _Work = Literal["embeddings", "image", "prompts"]
 
 # The sequences of one forward pass, and the numbers of their tokens.

@@ -110,7 +110,7 @@ class Sequence:
 
     def to_cache_ids(self, ids: Ids[int]) -> Ids[int]:
         """Returns the tokens as the prefix cache knows them. With a salt, the first one is beyond
-        the vocabulary, so that no prefix matches one with another salt."""
+        the vocabulary, so that no prefix matches one with a different salt."""
         if not self.cache_salt or not ids:
             return ids
         return [ids[0] + self.cache_salt * self._vocab, *ids[1:]]

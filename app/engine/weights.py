@@ -152,7 +152,7 @@ def _is_gguf(files: ModelFiles) -> bool:
 
 
 def _open_gguf(path: Path, *, vision: bool) -> tuple[dict[str, mx.array], UnreadTensors]:
-    """Opens the text model. vision: whether the vision tower in the same file is opened, too."""
+    """Opens the text model. vision: whether the vision tower in the same file is also opened."""
     try:
         file = gguf_reader.read(path)
         if modules := list_other_modules(file, vision=vision):

@@ -22,7 +22,7 @@ from app.engine.memory_policy import MemoryPressure, wired_target
 from app.engine.memory_profile import clear_allocator_cache
 from models import kernels
 
-# sysctl(3); the values are those of `MemoryPressure`
+# sysctl(3); the values match `MemoryPressure`
 _LEVEL_NAME = b"kern.memorystatus_vm_pressure_level"
 
 # The fractions of free memory below which Linux counts as short of memory. The default budget

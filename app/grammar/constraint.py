@@ -45,11 +45,10 @@ _GAP = r"/[ \n]{0,2}/"
 
 
 class LiteralWriter:
-    """Converts a text to an expression that matches it. Added tokens in the text match as
-    tokens."""
+    """Converts text to an expression that matches it. Added tokens in the text match as tokens."""
 
     def __init__(self, token: Callable[[str], int | None]) -> None:
-        """token: returns the ID of a text if the text is an added token."""
+        """token: returns the ID of a string if it is an added token."""
         self._token = token
 
     def __call__(self, text: str) -> str:
@@ -119,7 +118,7 @@ class ReasoningTags:
 
 
 MakeLiteral = Callable[[str], str]
-"""Converts a text to a Lark expression that matches it. Special tokens in the text match only as
+"""Converts text to a Lark expression that matches it. Special tokens in the text match only as
 tokens."""
 
 MakeJsonSchema = Callable[[Tool], str]
@@ -210,7 +209,7 @@ def build_constraint(
     """Builds the constraint of an output.
 
     generic_family: creates the family for generic tool calls, given the trigger or None. token:
-    returns the ID of a text if the text is an added token. Plain text never produces this ID.
+    returns the ID of a string if it is an added token. Plain text never produces this ID.
 
     Raises AppError(INVALID) for a reasoning budget that cannot be enforced.
     """

@@ -66,7 +66,7 @@ _LOOK_AROUND: Mapping[str, Schema] = {
     },
 }
 
-# The formats that llguidance implements. Beside a pattern, any other format has no effect: it is
+# The formats that llguidance implements. Next to a pattern, any other format has no effect: it is
 # zod's name for the pattern.
 _IMPLEMENTED = frozenset(
     {
@@ -75,8 +75,8 @@ _IMPLEMENTED = frozenset(
     }
 )
 
-# Numbers have no exponent if they are bounded. Bounds beyond this are those of float32 and float64,
-# and longer numbers would not be exact either.
+# Numbers have no exponent if they are bounded. Larger bounds come from float32 and float64, and
+# longer numbers would not be exact either.
 _MAX_BOUND = 10**18
 
 # The longest name for which a length becomes a pattern, and the most names that become properties.
@@ -128,7 +128,7 @@ _NOT_CLOSABLE = frozenset(
         *("$ref", "allOf", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas"),
     }
 )
-# keywords beside a $ref that do not change its meaning
+# keywords next to a $ref that do not change its meaning
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment"})
 
 
@@ -235,7 +235,7 @@ def _find_name_pattern(names: Schema) -> str | None:
     """Returns the pattern of the names, or None if they have other constraints."""
     constraints = names.keys() - _DESCRIPTIONS
     pattern = names.get("pattern")
-    # zod writes the pattern of a format beside it
+    # zod writes the pattern of a format next to it
     if isinstance(pattern, str) and constraints <= {"pattern", "format"}:
         return pattern
     if names.get("format") == "uuid" and constraints == {"format"}:

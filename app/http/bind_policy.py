@@ -43,7 +43,7 @@ def check_bind_address(host: str, port: int) -> None:
 def _try_bind(family: int, kind: int, protocol: int, address: tuple[Any, ...]) -> None:
     try:
         probe = socket.socket(family, kind, protocol)
-    except OSError:  # a kernel without IPv6, which the server skips, too
+    except OSError:  # a kernel without IPv6, which the server also skips
         return
     with probe:
         # otherwise a previous server's connections in TIME_WAIT would block the address

@@ -218,7 +218,7 @@ class RequestBodies:
         self, scope: Scope, receive: Receive, *, check_type: bool = True
     ) -> AsyncGenerator[Body]:
         """Receives a JSON body as `receive` does. Also raises AppError(INVALID) for too many
-        fields, and with `check_type` AppError(MEDIA_TYPE) for another content type."""
+        fields, and with `check_type` AppError(MEDIA_TYPE) for any other content type."""
         if check_type:
             check_json(scope)
         async with self._receive_body(scope, receive, FieldCounter()) as body:

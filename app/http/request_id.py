@@ -5,8 +5,8 @@ their exceptions), the traceparent header (W3C Trace Context). Must not know: ro
 bodies.
 
 Every request has an ID, which is sent with the response and added to log records. When the request
-ends, this module logs a line and increments its counters. What the server omitted or ignored is
-reported in the line and in a header.
+ends, this module logs a line and increments its counters. Omitted and ignored parts of the request
+are reported in the line and in a header.
 """
 
 import json

@@ -162,7 +162,7 @@ class ImageDecoder:
         work.waiters += 1
         try:
             return await asyncio.shield(work.result)
-        except _BadImage as error:  # the path is that of this request
+        except _BadImage as error:  # the path is this request's
             raise invalid_image(image.param, str(error)) from error
         finally:
             work.waiters -= 1

@@ -27,7 +27,7 @@ _MAX_FETCHES = 8
 _CHUNK = 1 << 16
 
 # Lower-case names with at least one dot, whose last label is not a number: no addresses in any
-# notation, user names, ports, escapes, or names that are spelled in another way.
+# notation, user names, ports, escapes, or unusual spellings of names.
 _HOST = r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _HOST_NAME = re.compile(_HOST)
 _URL = re.compile(rf"https://({_HOST})(?::443)?(/[!-~]*)?", re.IGNORECASE | re.ASCII)
@@ -163,7 +163,7 @@ def is_public_address(text: str) -> bool:
 
 
 def is_host_name(text: str) -> bool:
-    """Returns whether a text can be in the list of hosts."""
+    """Returns whether a string can be in the list of hosts."""
     return _HOST_NAME.fullmatch(text.lower()) is not None
 
 

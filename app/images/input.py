@@ -3,7 +3,7 @@
 Knows: base64, data URLs (RFC 2397), the errors of images.
 Must not know: dialects, models, pixels.
 
-Every dialect reads its images here, so that no route has other limits.
+Every dialect reads its images here, so that no route has different limits.
 """
 
 import base64

@@ -86,7 +86,7 @@ class ImagePlan:
 
 class ImageProcessor(Protocol):
     """The preprocessing of a model family, as its files configure it. mark: the text that the chat
-    template writes for an image. version: changes when the same plan gives other pixels."""
+    template writes for an image. version: changes when the same plan gives different pixels."""
 
     @property
     def mark(self) -> str: ...

@@ -1,4 +1,4 @@
-"""What a terminal shows of a running server besides its log: a banner, and the progress of loads
+"""The output of a running server on a terminal besides its log: a banner, and the progress of loads
 and of long prefills.
 
 Knows: the states of models, the events of requests. Must not know: the log, how a line is

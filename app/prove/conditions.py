@@ -18,7 +18,7 @@ from app.prove.engine import ProofEngine, ProofJob
 Chains = Sequence[Sequence[ProofJob]]
 
 # The prefill chunk of the condition "chunked". It divides neither the default nor a power of 2, so
-# chunks begin at other positions.
+# chunks begin at different positions.
 ODD_CHUNK = 37
 
 # The shares of the KV memory that all sequences of the condition "preempted" need at their end.
@@ -43,7 +43,7 @@ class ProofModel:
     grammars: GrammarCompiler
 
     def engine(self, kv_bytes: int | None = None, **changes: object) -> ProofEngine:
-        """Loads the model with other settings. kv_bytes: see app/engine/loader.py."""
+        """Loads the model with different settings. kv_bytes: see app/engine/loader.py."""
         settings = replace(self.settings, **changes)  # pyright: ignore[reportArgumentType]
         return ProofEngine(self.files, settings, self.grammars, kv_bytes)
 
@@ -51,7 +51,7 @@ class ProofModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
     """A condition. name: in the report. cause: the part of the engine that it adds to the
-    reference. run: gets the chains of jobs. changes_chunks: whether prompts are split at other
+    reference. run: gets the chains of jobs. changes_chunks: whether prompts are split at different
     positions, which changes the bits of a model that is exact only due to `--exact`. uses_long:
     whether it runs the long answers, instead of the conversations."""
 

@@ -1,5 +1,5 @@
-"""`python -m app.prove.without_kernels`: answers jobs without mlxrunner's kernels, in a process of
-its own, because a process selects its kernels when it imports MLX.
+"""`python -m app.prove.without_kernels`: answers jobs without mlxrunner's kernels, in a separate
+process, because a process selects its kernels when it imports MLX.
 
 Knows: its input and output, one message per answer. Must not know: comparisons.
 """

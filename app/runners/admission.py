@@ -324,7 +324,8 @@ class ModelLeases:
 
 
 def copy_error(error: AppError, retry_after: int | None) -> AppError:
-    """Returns a copy of the error with another retry_after, which can be raised in another task."""
+    """Returns a copy of the error with a different retry_after, which can be raised in another
+    task."""
     return AppError(
         error.kind,
         error.marked_message,

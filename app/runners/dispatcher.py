@@ -67,7 +67,7 @@ class EngineClient(Protocol):
         ...
 
     def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
-        """Sends pixels for a job, which the engine may not know any more. Raises
+        """Sends pixels for a job, which the engine may no longer know. Raises
         AppError(TOO_LARGE)."""
         ...
 

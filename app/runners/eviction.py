@@ -26,8 +26,8 @@ The rules:
   requests until then. The waiting request therefore waits for at most one older and one newer
   request. Requests for a draining model join the queue after the waiting request, but before later
   ones.
-- A draining model keeps draining, unless idle models now free enough memory, or no request waits
-  for the memory any more.
+- A draining model keeps draining, unless idle models now free enough memory, or no request is
+  waiting for the memory any longer.
 - Free memory is divided equally among the loaded models, for their cached prefixes. It is taken
   back from them before it is allocated to a model, so it never prevents or delays a load by more
   than a step, and it is never a reason to evict a model.

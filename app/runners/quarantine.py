@@ -1,4 +1,4 @@
-"""What happens to the jobs of a model when its runner crashes.
+"""Decides what happens to the jobs of a model when its runner crashes.
 
 Knows: the jobs of the runner, and which of them were running. Must not know: the life cycle of
 runners.

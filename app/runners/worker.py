@@ -242,8 +242,8 @@ def _handle_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, A
 
 
 def _exit_failed(error: Exception) -> NoReturn:
-    """Exits the process, so that it is restarted. It cannot talk to the parent any more, but the
-    watchdog does not detect this as long as the engine is running."""
+    """Exits the process, so that it is restarted. It can no longer communicate with the parent, but
+    the watchdog does not detect this as long as the engine is running."""
     with suppress(MemoryError):
         log.critical("the model process failed", exc_info=error)
         unwire_memory()

@@ -86,8 +86,8 @@ class AdapterService:
         await asyncio.shield(self._start_task(self._load(model, name, path, in_place=in_place)))
 
     async def unload(self, model: str, name: str) -> None:
-        """Unloads an adapter once the requests that use it have ended; new requests do not find it
-        any more. Raises AppError(MODEL_NOT_FOUND)."""
+        """Unloads an adapter once the requests that use it have ended; new requests no longer find
+        it. Raises AppError(MODEL_NOT_FOUND)."""
         await asyncio.shield(self._start_task(self._unload(model, name)))
 
     async def _load(self, model: str, name: str, path: str, *, in_place: bool) -> None:
@@ -140,7 +140,7 @@ class AdapterService:
             if self._pool.model_state(entry.served).phase not in _LOADED:
                 return
             for adapter in unused:
-                # A model that has failed has no adapters any more.
+                # A model that has failed no longer has adapters.
                 with suppress(AppError):
                     await self._call(entry, UnloadAdapter(key=adapter.key))
 

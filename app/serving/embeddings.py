@@ -227,7 +227,7 @@ class EmbeddingService:
         return ids
 
     def _encode_parts(self, parts: Sequence[int | str], context_length: int) -> Iterator[int]:
-        """Only a text at the start gets the special tokens of a prompt, as in llama.cpp."""
+        """Only text at the start gets the special tokens of a prompt, as in llama.cpp."""
         for index, part in enumerate(parts):
             if isinstance(part, int):
                 yield part

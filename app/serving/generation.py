@@ -603,7 +603,7 @@ class Generation:
 
 async def _provide_images(choice: RunningChoice, needed: PixelsNeeded) -> None:
     """Decodes images and sends their pixels to the engine. Raises AppError. If a decoded image is
-    not needed any more, the engine ignores it."""
+    no longer needed, the engine ignores it."""
     for key in needed.keys:
         choice.submission.provide_images([await choice.prepared.images[key]()])
 

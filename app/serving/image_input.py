@@ -2,8 +2,8 @@
 
 Knows: the messages of a request. Must not know: dialects, model families, pixels.
 
-An image of the user's new question that the model cannot process is an error. Another image is
-replaced by a text, and the response has a notice: an error would end the conversation, because the
+An image of the user's new question that the model cannot process is an error. Any other image is
+replaced with text, and the response has a notice: an error would end the conversation, because the
 client sends the same turns with every later request.
 """
 
@@ -73,7 +73,7 @@ def _find_error(placed: PlacedImage, broken: Mapping[bytes, AppError]) -> AppErr
 
 
 def omit_images(request: GenerateRequest, reject: Reject) -> GenerateRequest:
-    """Replaces images by a text. reject: returns the reason why the model cannot get an image, or
+    """Replaces images with text. reject: returns the reason why the model cannot get an image, or
     None. Raises the reason for an image that is required."""
     return _replace_images(request, lambda placed: reject(placed) or placed.image)
 

@@ -507,7 +507,7 @@ class JobBuilder:
         positions: Sequence[int],
         num_rows: int = 0,
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokenizes a text, and returns the number of tokens before each position. num_rows: the
+        """Tokenizes text, and returns the number of tokens before each position. num_rows: the
         number of image rows in it."""
         try:
             read = self._clip_text(text, context_limit)

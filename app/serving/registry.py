@@ -178,7 +178,7 @@ class ModelRegistry:
             if alias in known:
                 continue
             entry = self.find_own(alias)
-            # an alias of a model that is not installed now is taken, too
+            # an alias of a model that is not installed at the moment is also taken
             owner = self._aliases.get(alias) if entry is None else entry.served.name
             if owner is not None:
                 message = f"{mark_client_text(repr(alias))} is already a name of {owner}"
@@ -190,8 +190,8 @@ class ModelRegistry:
         self, defaults: ModelDefaults, save: Callable[[ModelDefaults], None] | None
     ) -> RegisteredModel:
         """Changes the defaults of a known model and returns its entry. save: stores them; runs on a
-        thread. Raises AppError, before anything is changed, if the files of the model cannot be
-        read any more, and the errors of `save`."""
+        thread. Raises AppError, before anything is changed, if the files of the model can no longer
+        be read, and the errors of `save`."""
         name = defaults.name
         source = (self._named.get(name) or self._installed[name]).served.source
         # without the old defaults

@@ -674,7 +674,7 @@ class ModelRouter:
 
 
 def _is_replaced(before: ServedModel, after: ServedModel) -> bool:
-    """Returns whether the loaded model cannot be used any more after a reload."""
+    """Returns whether the loaded model can no longer be used after a reload."""
     return before.source != after.source or needs_new_process(before.settings, after.settings)
 
 

@@ -4,8 +4,8 @@ daily limits.
 Knows: the file and its format. Must not know: how usage is counted and limited.
 
 The file is written every few seconds while counts change, and at the shutdown. A crash loses the
-tokens of the last few seconds. Counters that only metrics show begin at zero, as counters of other
-programs do.
+tokens of the last few seconds. Counters that only appear in metrics start at zero, like those of
+other programs.
 """
 
 import asyncio
@@ -28,8 +28,7 @@ _MAX_FILE_BYTES = 4 << 20
 
 
 def name_usage_file(folder: Path, key_file: str, port: int) -> Path:
-    """Returns the path for a server. Servers with other keys or another port count by
-    themselves."""
+    """Returns the path for a server. Servers with different keys or ports count separately."""
     digest = hashlib.sha256(os.fsencode(Path(key_file).absolute())).hexdigest()
     return folder / f"usage-{port}-{digest[:16]}.json"
 

@@ -167,7 +167,7 @@ def _find_in_folder(name: ModelName) -> ModelFiles | None:
     if folder is None:
         return None
     if not folder.is_dir():
-        # the link of a file in the Hugging Face cache has the projector beside it, not the file
+        # the link of a file in the Hugging Face cache has the projector next to it, not the file
         projectors = find_projectors(folder)
         path = folder.resolve()
         if folder.suffix == ".gguf" != path.suffix:  # a link to a blob, whose name is a digest
@@ -198,7 +198,7 @@ def _find_installed_twin(base_name: str) -> str | None:
         for installed in list_installed():
             own = installed.name.rpartition("/")[2].casefold()
             is_same = f"{own}-".startswith(f"{base_name.casefold()}-")
-            # in the Hugging Face cache, the path is that of a repository
+            # in the Hugging Face cache, the path is a repository's
             places = (installed.path, *installed.path.glob("snapshots/*"))
             if is_same and any((place / "config.json").is_file() for place in places):
                 return installed.name

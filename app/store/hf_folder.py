@@ -43,7 +43,7 @@ _MAX_NAME_LENGTH = 255
 # a shard of a set: its number and the number of all
 _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
-# named templates, which transformers saves beside the default one
+# named templates, which transformers saves next to the default one
 _TEMPLATE_FOLDER, _MAX_TEMPLATES = "additional_chat_templates", 16
 
 

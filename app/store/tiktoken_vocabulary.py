@@ -1,12 +1,12 @@
 """Builds a tokenizer.json from a tiktoken.model, as Kimi's repositories have it.
 
-Knows: the format of tiktoken's files and of tokenizer.json, how Kimi's tokenizer splits a text.
-Must not know: the tokenizers library, models.
+Knows: the format of tiktoken's files and of tokenizer.json, how Kimi's tokenizer splits text. Must
+not know: the tokenizers library, models.
 
 A line of the file is a token in base64 and its rank, which is also its ID. tiktoken merges the pair
 of parts whose union has the lowest rank. A tokenizer.json lists the pairs in this order.
 
-How a text is split is not in the file, but in the repository's Python code, which is not run. So
+The splitting rules are not in the file, but in the repository's Python code, which is not run. So
 only the code of Kimi K2 and K3 is supported, by its name. It reserves 256 IDs after the tokens for
 special tokens.
 """

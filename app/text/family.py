@@ -204,7 +204,7 @@ class ChatFamily:
     ) -> Resumable[None]:
         """Parses reasoning up to `close`. Models sometimes omit it before a call, so a call ends
         the reasoning if `close` does not follow, or if nothing follows `close`. Otherwise, the call
-        is a draft, which is part of the reasoning. open: a text that begins other reasoning."""
+        is a draft, which is part of the reasoning. open: text that begins other reasoning."""
         calls = self.find_reasoning_ends(output, tools)
         marks = (close, *calls, *((open,) if output.hides(open) else ()))
         while mark := (yield from reader.read_before(*marks, on_text=output.add_reasoning)):
@@ -259,7 +259,7 @@ class ChatFamily:
 
 
 class _Lookahead:
-    """Parses text that may have to be parsed again in another way."""
+    """Parses text that may have to be parsed again in a different way."""
 
     def __init__(self, output: OutputBuilder) -> None:
         self.reader = Reader()

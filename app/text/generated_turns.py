@@ -68,7 +68,7 @@ class EditedText:
 
     @staticmethod
     def replace(text: str, parts: Sequence[tuple[int, int, str]]) -> "EditedText":
-        """Replaces the parts (start, end, replacement) of a text, in ascending order."""
+        """Replaces the parts (start, end, replacement) of text, in ascending order."""
         pieces: list[str] = []
         done = 0
         for start, end, replacement in parts:

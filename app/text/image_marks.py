@@ -5,7 +5,7 @@ pixels, token IDs.
 
 A template writes the same mark for each image, so the images of a prompt are its marks in order. If
 a message, a tool or a variable contains the mark as text, a private name replaces it while the
-template is rendered. Such a text therefore never counts as an image.
+template is rendered. Such text is therefore never treated as an image.
 
     rendered    Look: <|image_pad|> What is \\uf8f1\\uf8f2\\uf8f3?
     keyed       Look: \\uf8f4 9f86d0…\\uf8f5 What is <|image_pad|>?
@@ -110,8 +110,8 @@ class KeyedPrompt:
     images: tuple[KeyedImage, ...]
 
     def expand(self, text: str) -> tuple[EditedText, tuple[PromptImage, ...]]:
-        """Replaces the names in a text, in which parts without images may have been edited, by the
-        text of the image tokens."""
+        """Replaces the names in a text, in which parts without images may have been edited, with
+        the text of the image tokens."""
         parts: list[tuple[int, int, str]] = []
         images: list[PromptImage] = []
         end = moved = 0
@@ -142,7 +142,7 @@ def _make_count_error(placed: Sequence[PlacedImage], count: int) -> AppError:
 
 
 def _find_unused_name(texts: Iterable[str]) -> str:
-    """Returns a text that is in none of these, in linear time."""
+    """Returns a string that occurs in none of these, in linear time."""
     lengths = (len(found[1]) for text in texts for found in _NAME.finditer(text))
     return _START + _FILL * (1 + max(lengths, default=0)) + _END
 

@@ -90,7 +90,7 @@ _CALL_GAPS = (
     ((_USER, *_NEXT_ROUND), ()),
 )
 
-# beginnings without a user message, and a text in the following part of the prompt
+# beginnings without a user message, and text in the following part of the prompt
 _BEGINNINGS = (
     (_GREETING, _USER),
     (*_ROUND,),

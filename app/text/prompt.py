@@ -582,7 +582,7 @@ class PromptBuilder:
 
     def _select_parsed_tags(self, conversation: Conversation) -> ReasoningTags | None:
         """Returns the tags of reasoning in the output. Models sometimes reason although the prompt
-        turns reasoning off, but not in the middle of a text."""
+        turns reasoning off, but not in the middle of their text."""
         last = conversation.messages[-1] if conversation.continue_final else None
         return None if last is not None and last.content else self._reasoning_tags
 

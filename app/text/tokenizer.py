@@ -134,8 +134,8 @@ class Tokenizer:
         add_bos: bool | None = None,
     ) -> None:
         """add_bos: whether to add the BOS token at the start of a text; None uses the
-        post-processor of tokenizer.json. Raises ValueError if the tokenizer can expand a text
-        beyond the limits of `ExpansionFactors`."""
+        post-processor of tokenizer.json. Raises ValueError if the tokenizer can expand text beyond
+        the limits of `ExpansionFactors`."""
         inner.no_truncation()  # was set for training, and is still present in some files
         inner.no_padding()
         self._inner = inner
@@ -236,7 +236,7 @@ class Tokenizer:
         return self._prefix_ids
 
     def encode_for_embedding(self, text: str) -> list[int]:
-        """Tokenizes a text for an embedding. The result includes the special tokens that `encode`
+        """Tokenizes text for an embedding. The result includes the special tokens that `encode`
         adds at the start, and the special tokens that tokenizer.json's post-processor adds at the
         end, the last of which is used for last-token pooling. Raises AppError(INVALID) if the text
         cannot be encoded."""
@@ -285,7 +285,7 @@ class Tokenizer:
         return text
 
     def _check_expansion(self, text: str) -> None:
-        """Raises AppError(INVALID) for a text whose normalized form would be too large."""
+        """Raises AppError(INVALID) for text whose normalized form would be too large."""
         expansion = self._expansion
         factor = expansion.normalizer * expansion.pre_tokenizer
         if (
@@ -534,7 +534,7 @@ def encode_bad_words(
 ) -> tuple[tuple[int, ...], ...]:
     """Tokenizes each word with and without a leading space, as in vLLM. Other tokenizations of the
     same text are not excluded. vocab: the number of token IDs that can be sampled. A word with
-    other token IDs is omitted."""
+    different token IDs is omitted."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip(" ")

@@ -1,4 +1,4 @@
-"""Limits how much a tokenizer can expand a text.
+"""Limits how much a tokenizer can expand text.
 
 Knows: the normalizers, pre-tokenizers and decoders of tokenizer.json, their maximum output per
 input byte. Must not know: the `tokenizers` library, texts.
@@ -24,7 +24,7 @@ MAX_NORMALIZER_FACTOR = 2000
 MAX_PRE_TOKENIZER_FACTOR = 8
 MAX_DECODER_FACTOR = 64
 
-# The factors of components that may expand a text but contain none. For Unicode's normal forms in
+# The factors of components that may expand text but contain none. For Unicode's normal forms in
 # UTF-8, see https://www.unicode.org/faq/normalization.html#12.
 _FACTORS = {
     "BertNormalizer": 8,  # adds spaces around a character, applies NFD and lowercases

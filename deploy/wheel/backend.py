@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cuda_distribution  # beside this module (backend-path in pyproject.toml)
+import cuda_distribution  # next to this module (backend-path in pyproject.toml)
 
 try:
     from scikit_build_core.setuptools import build_meta

@@ -361,7 +361,7 @@ def _read_common_config(metadata: Metadata, *, layers_differ: bool) -> Config:
 
 
 # values of pooling_type, and the names of these poolings in the configs of sentence-transformers; 0
-# is that of a file whose converter did not know it
+# is used in files whose converter did not know it
 _POOLING_MODES: Mapping[int, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 
 
@@ -579,7 +579,7 @@ def _read_gemma3(metadata: Metadata) -> Config:
 
 
 def _read_gemma_embedding(metadata: Metadata) -> Config:
-    """EmbeddingGemma. Its vectors are those of the dense layers that follow the pooling."""
+    """EmbeddingGemma. Its vectors are the output of the dense layers that follow the pooling."""
     missing = [name for name in DENSE_TENSORS if not metadata.has_tensor(name)]
     if missing:
         raise UnsupportedError(
@@ -800,7 +800,8 @@ def _read_glm4_moe(metadata: Metadata) -> Config:
 
 
 def _read_glm4(metadata: Metadata) -> Config:
-    """GLM-4-0414, which rotates adjacent dimensions. The order of rows is that of the original."""
+    """GLM-4-0414, which rotates adjacent dimensions. The order of rows is the same as in the
+    original."""
     config = _plain("glm4")(metadata)
     size = metadata.integer(
         "attention.key_length",

@@ -2,7 +2,7 @@
 
 Knows: block types, the layers that they replace. Must not know: files, architectures, kernels.
 
-`models.cpu_layout.apply_cpu_layout` replaces these layers by layers that multiply directly by the
+`models.cpu_layout.apply_cpu_layout` replaces these layers with layers that multiply directly by the
 blocks (models/kernels/block_layers.py). Without the kernels, each call dequantizes the whole
 matrix, so other packings are faster there: `choose_storage`.
 """

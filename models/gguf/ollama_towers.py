@@ -1,10 +1,11 @@
 """The vision tower in a file of Ollama's own converter, as a projector in llama.cpp's terms.
 
 Knows: Ollama's keys and tensor names of towers (ollama/ollama, convert/ and llama/compat/), and
-what its converter leaves out. Must not know: our configs, MLX, the values of tensors.
+what its converter omits. Must not know: our configs, MLX, the values of tensors.
 
 Ollama's converter writes text model and tower into one file. llama.cpp's writes the tower to a
-second file. Values for which the file has no key are those of all published models of the family.
+second file. If the file has no key for a value, the value of all published models of the family is
+used.
 """
 
 import re
@@ -59,14 +60,15 @@ def read_projector(path: Path) -> GGUFFile:
 
 
 def has_tower(file: GGUFFile) -> bool:
-    """Returns whether the file contains a vision tower beside the text model, of a known family."""
+    """Returns whether the file contains, besides the text model, a vision tower of a known
+    family."""
     name = _get_architecture(file)
     return f"{name}.vision.block_count" in file.metadata and name in _TOWERS
 
 
 def extract_projector(file: GGUFFile) -> GGUFFile:
-    """Returns the vision tower of a file that has one. Raises GGUFError for a tower with other
-    tensors than those of the family, and for a missing or invalid key."""
+    """Returns the vision tower of a file that has one. Raises GGUFError for a tower with tensors
+    that the family does not have, and for a missing or invalid key."""
     metadata = Metadata(file)
     tower = _TOWERS[metadata.architecture]
     mean, std = tower.normalization
@@ -132,7 +134,7 @@ def _rename(name: str, tower: _Tower, metadata: Metadata) -> str | None:
 
 
 def _list_levels(metadata: Metadata) -> list[int]:
-    """Returns the blocks of a Qwen3-VL whose output the text model gets, too."""
+    """Returns the blocks of a Qwen3-VL whose output the text model also gets."""
     name = "vision.deepstack_visual_indexes"
     listed = metadata.file.metadata.get(f"{metadata.architecture}.{name}")
     return metadata.integers(name, listed.count) if isinstance(listed, Array) else []

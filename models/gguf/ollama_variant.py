@@ -32,7 +32,7 @@ _MODULES: Mapping[str, str] = {
 # the contexts from which on a Gemma 3 has scaled rotary frequencies, although no key has the factor
 _GEMMA3_CONTEXT, _GEMMA3_FACTOR = 131_072, 8.0
 
-# the token IDs of Llama 3 in files that do not name the rules for splitting a text
+# the token IDs of Llama 3 in files that do not name the rules for splitting text
 _LLAMA3_TOKENS: Mapping[int, bytes] = {128006: b"<|start_header_id|>", 128009: b"<|eot_id|>"}
 
 
@@ -112,8 +112,8 @@ def read_model(path: Path) -> GGUFFile:
 
 
 def list_other_modules(file: GGUFFile, *, vision: bool = False) -> Sequence[str]:
-    """Returns what else a file contains beside the language model. vision: whether its vision tower
-    is used, too."""
+    """Returns what a file contains in addition to the language model. vision: whether its vision
+    tower is also used."""
     used = ("vision tower", "projector") if vision else ()
     found = (_find_module(name) for name in file.tensors)
     return sorted({module for module in found if module is not None and module not in used})
@@ -191,7 +191,7 @@ def _complete(
                 expert_feed_forward_length=rows(".ffn_gate_exps.weight"),
                 rope__scaling__type="yarn",
             )
-        case "glm4moelite":  # the sizes of a head are those of llama.cpp's keys with _mla
+        case "glm4moelite":  # the sizes of a head are in llama.cpp's keys with _mla
             return missing(
                 attention__key_length_mla=metadata.get(f"{name}.attention.key_length"),
                 attention__value_length_mla=metadata.get(f"{name}.attention.value_length"),

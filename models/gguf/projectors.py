@@ -2,11 +2,11 @@
 GGUF model, to the config as on the Hugging Face hub, and its tensor names to those on the hub.
 
 Knows: llama.cpp's keys and names for vision towers (gguf-py, constants.py and tensor_mapping.py),
-what its converters leave out. Must not know: MLX, the values of weights, pixels.
+what its converters omit. Must not know: MLX, the values of weights, pixels.
 
 llama.cpp calls the whole file, with the tower, a projector. Together with the config of the text
-model, it describes the same model as on the hub, so that each tower is implemented once. Values for
-which a file has no key are those of all published models of the family.
+model, it describes the same model as on the hub, so that each tower is implemented once. If a file
+has no key for a value, the value of all published models of the family is used.
 """
 
 import re
@@ -116,7 +116,7 @@ _LLAMAS = ("llama", "mistral", "ministral3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """The parts of a config that describe a tower. vision: `vision_config`. outer: keys beside it.
+    """The parts of a config that describe a tower. vision: `vision_config`. outer: keys next to it.
     processor: the settings of preprocessor_config.json besides the values of pixels."""
 
     vision: Config
@@ -260,7 +260,7 @@ def _swap_mlp(name: str) -> str:
 
 
 def _list_deepstack(metadata: Metadata) -> Sequence[int]:
-    """Returns the blocks whose output the text model gets, too."""
+    """Returns the blocks whose output the text model also gets."""
     matches = map(_DEEPSTACK.fullmatch, metadata.file.tensors)
     return sorted({int(match[1]) for match in matches if match})
 
@@ -331,7 +331,7 @@ def _describe_gemma3(metadata: Metadata) -> Described:
 
 
 def _describe_idefics3(metadata: Metadata) -> Described:
-    """The converter replaces a missing epsilon by 1e-5, but the default on the hub is 1e-6."""
+    """The converter replaces a missing epsilon with 1e-5, but the default on the hub is 1e-6."""
     vision = {**_describe_siglip(metadata), "layer_norm_eps": 1e-6}
     processor: Config = {"max_image_size": {"longest_edge": vision["image_size"]}}
     if metadata.has("vision.preproc_image_size"):
@@ -369,7 +369,7 @@ def _describe_pixtral(metadata: Metadata) -> Described:
         "spatial_merge_size": _positive(metadata, "vision.spatial_merge_size", 1),
         "multimodal_projector_bias": metadata.has_tensor("mm.1.bias"),
     }
-    # the longest edge of an image is that of the tower in all published models
+    # the longest edge of an image is the tower's in all published models
     return Described(vision=vision, outer=outer, processor={"size": {"longest_edge": size}})
 
 

@@ -95,7 +95,7 @@ class Array:
 
     def strings(self) -> list[bytes]:
         """Returns the elements as they are in the file, which may be invalid UTF-8. Raises
-        ValueError for an array of another type."""
+        ValueError for an array of any other type."""
         if self.kind != "string":
             raise ValueError(f"an array of {self.kind}, but strings are needed")
         data, offset, found = bytes(self.data), 0, list[bytes]()
@@ -166,7 +166,7 @@ class GGUFFile:
 
 
 def get_version(status: os.stat_result) -> str:
-    """Returns a text that changes whenever a file is replaced or written: its size and its
+    """Returns a string that changes whenever a file is replaced or written: its size and its
     modification time."""
     return f"{status.st_size} {status.st_mtime_ns}"
 
@@ -212,7 +212,7 @@ def _list_shards(path: Path) -> list[Path]:
 
 def read_floats(tensor: GGUFTensor) -> list[float]:
     """Reads a small float32 tensor, such as the factors of rotary frequencies. Raises GGUFError for
-    another type or more than 4,096 numbers, and if the file cannot be read."""
+    any other type or more than 4,096 numbers, and if the file cannot be read."""
     if not _is_small(tensor):
         raise _error(
             tensor.path,
@@ -259,7 +259,7 @@ def _is_small(tensor: GGUFTensor) -> bool:
 
 
 def is_later_shard(path: Path) -> bool:
-    """Returns whether the name is that of the second or a later file of a split model."""
+    """Returns whether this is the name of the second or a later file of a split model."""
     match = _SPLIT_NAME.fullmatch(path.name)
     return match is not None and int(match[2]) > 1
 

@@ -180,7 +180,7 @@ def _split_fused(name: str, raw: mx.array) -> Iterator[tuple[str, mx.array]]:
     yield name, raw
 
 
-# projections whose rows are those of rotated heads
+# projections whose rows belong to rotated heads
 ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 
 
@@ -227,7 +227,7 @@ _POSITIONS = "embeddings.position_embeddings.weight"
 
 
 def _convert_layers(metadata: Metadata, weights: Arrays) -> Arrays:
-    """Converts tensors that llama.cpp stores in other forms."""
+    """Converts tensors that llama.cpp stores in a different form."""
     converted: Arrays = {}
     for name, array in weights.items():
         if name.endswith((".conv1d.weight", ".conv.conv.weight")) and array.ndim == 2:
@@ -300,7 +300,7 @@ def _name_faulty_tensor(name: str) -> Generator[None]:
         raise ModelError(f"{name} does not have the shape that follows from the keys") from error
 
 
-# the parameters whose first axis is that of the value heads
+# the parameters whose first axis is the value heads
 _VALUE_HEAD_ROWS = ("in_proj_z.", "in_proj_b.", "in_proj_a.", "A_log", "dt_bias")
 
 

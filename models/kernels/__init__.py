@@ -94,7 +94,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
         if error.name != f"{__name__}._kernels":
             raise
         return None, False, cpu_backend.read_not_built_reason(Path(__file__).parent)
-    except ImportError as error:  # built for another Python or another MLX
+    except ImportError as error:  # built for a different Python or MLX
         return None, True, f"the kernels cannot be loaded; rebuild them with `make`: {error}"
     # importing importlib.metadata takes as long as mlx.core; the stubs lack the attribute
     ours, theirs = found.built_for, mx.__version__  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""What the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL have in common.
+"""The common parts of the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 Knows: names and layouts of published checkpoints. Must not know: the keys of `vision_config`, the
 text model, resizing.

@@ -198,7 +198,7 @@ class VisionTower(nn.Module):
     def _tile_bytes(self, count: int, group: int, itemsize: int) -> int:
         chunk = min(count, _chunk_length())
         width = self.heads * self.head_dim
-        # pixels, their indices, values and patches, and patches in another order
+        # pixels, their indices, values and patches, and patches in a different order
         patch = 3 * self.patch_size**2
         first = count * patch * (1 + 4 * itemsize)
         # hidden states in and out; queries, keys, values, and keys and values once more while their

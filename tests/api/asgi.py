@@ -120,8 +120,8 @@ def send_request(
     headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> Reply:
-    """One request to an application of its own, which must leave no task behind. The body is sent
-    as JSON unless it is bytes."""
+    """One request to a separate application, which must leave no task behind. The body is sent as
+    JSON unless it is bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def run() -> Reply:

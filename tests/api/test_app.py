@@ -56,7 +56,7 @@ def test_the_message_for_an_unknown_path_says_what_to_do(call: Any, path: str, a
     ],
 )
 def test_v1_may_be_left_out_of_a_path(path: str, status: int):
-    """llama.cpp serves both. A path of its own, such as /health, is not changed."""
+    """llama.cpp serves both. A path with its own route, such as /health, is not changed."""
     reply = send_request(FakeGenerate(), "POST", path, {"messages": HI})
     assert reply.status == status
 

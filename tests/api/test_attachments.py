@@ -1,6 +1,6 @@
 """Images, audio and files, in every dialect: images become a part of their message, at their place.
-What the server cannot read is refused in a new question, and replaced by a text in tool results and
-in earlier turns."""
+Attachments that the server cannot read are rejected in a new question, and replaced with text in
+tool results and in earlier turns."""
 
 import json
 from collections.abc import Sequence

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 CHAT = {"model": CARD.id, "messages": [{"role": "user", "content": "hi"}]}
 
-# Errors with another status than that of their kind, because HTTP defines one: sent by the
-# connection (tests/http/test_connection.py) and by /health (tests/api/test_status.py).
+# Errors with a different status than their kind's, because HTTP defines one: sent by the connection
+# (tests/http/test_connection.py) and by /health (tests/api/test_status.py).
 OTHER_STATUSES = {
     "request_header_fields_too_large": {431},
     "invalid_http": {400, 501, 505},

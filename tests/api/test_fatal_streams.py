@@ -118,7 +118,7 @@ def test_no_progress_of_a_library_has_a_blank_ndjson_line(path: str, steps: list
 
 @given(script=scripts())
 def test_no_stream_has_a_missing_message_stop(script: Script) -> None:
-    """Only an error ends a stream in another way."""
+    """Only an error ends a stream differently."""
     generate = FakeGenerate(script)
     reply = send_request(generate, "POST", "/v1/messages", message_body(stream=True))
     if reply.status != 200:  # the error came before the first byte
@@ -134,8 +134,8 @@ def test_no_stream_has_a_missing_message_stop(script: Script) -> None:
 
 @given(script=scripts())
 def test_no_stream_has_text_after_the_complete_json_of_a_call(script: Script) -> None:
-    """The pieces of each call are one JSON object and nothing behind it, and text has a block of
-    its own."""
+    """The pieces of each call are one JSON object with nothing after it, and text has a separate
+    block."""
     reply = send_request(FakeGenerate(script), "POST", "/v1/messages", message_body(stream=True))
     if reply.status != 200 or isinstance(script[-1], AppError):
         return

@@ -1,4 +1,4 @@
-"""What the server does with each documented field of a request, row by row (field_rows.json).
+"""The behavior of the server for each documented field of a request, row by row (field_rows.json).
 
 A supported field reaches the model or changes the response; an accepted field does neither; a
 refused field is named in the error.

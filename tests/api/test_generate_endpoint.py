@@ -112,7 +112,7 @@ def test_events_that_are_available_together_are_sent_with_one_write(path: str, b
 
 def test_a_json_body_is_built_outside_the_event_loop():
     """Sixty echoed prompts with their log-probabilities took two seconds, and blocked all other
-    requests meanwhile. The response is stored on the event loop, though."""
+    requests during this time. The response is stored on the event loop, though."""
     loop_thread, stored = threading.get_ident(), list[tuple[int, Any]]()
     request = GenerateRequest(model="fake/model", prompt="hi")
     reply = JsonBody(

@@ -88,7 +88,7 @@ def scrape_after(
     body: Any,
     act: Callable[[Conversation], Coroutine[Any, Any, None]] | None = None,
 ) -> Scraped:
-    """The metrics after one request to an application of its own."""
+    """The metrics after one request to a separate application."""
 
     async def run() -> Scraped:
         app = build_fake_app(generate, Settings())

@@ -1,5 +1,6 @@
-"""What the server sends is accepted when it comes back: in every dialect, streamed and not,
-whatever the model wrote, with what SDKs and gateways add to an answer before they send it back.
+"""The server accepts its own output when a client sends it back: in every dialect, streamed and
+not, whatever the model wrote, with the fields that SDKs and gateways add to an answer before they
+send it back.
 
 OpenAI's own accumulators build the answers here; tests/clients/test_replay.py does the same with
 Anthropic's and Ollama's.

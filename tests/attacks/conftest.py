@@ -55,7 +55,7 @@ class AttackResult:
 class LatencyCheck:
     """Runs attacks, and checks the latencies of another client, which sends one request after the
     other. Tests that use it are marked `timing`: it tries once. trust: the TLS context of the
-    client. machine: locked against other tests meanwhile."""
+    client. machine: the lock that excludes other tests during the measurement."""
 
     def __init__(
         self, server: ServerProcess, machine: MachineLock, trust: ssl.SSLContext | None = None
@@ -83,7 +83,7 @@ class LatencyCheck:
             f"median {baseline:.3f} s before, {median:.3f} s during; "
             f"worst {longest:.3f} s before, {worst:.3f} s during; other programs {share:.0%}"
         )
-        print(figures)  # pytest -rP shows it for passing tests, too
+        print(figures)  # pytest -rP also shows it for passing tests
         assert median <= TIMES * baseline + SLACK, figures
         assert worst <= longest + WORST, figures
         return AttackResult(statuses=counts.statuses, sent=counts.sent, median=median, worst=worst)

@@ -33,7 +33,7 @@ def crash_while_it_runs(server: ServerProcess) -> str:
 
 def test_only_what_was_running_fails_and_two_crashes_refuse_the_prompt(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path / "long", max_position_embeddings=20_000)
-    # a prompt that ran during both crashes would be refused, too
+    # a prompt that ran during both crashes would also be refused
     others = [{**OTHER, "prompt": f"x{number}"} for number in range(1000)]
     connections = [[Send(raw_client.post(one, COMPLETIONS)), Read()] for one in others]
     with run_server(str(folder), "--parallel", "2") as server:

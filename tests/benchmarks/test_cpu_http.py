@@ -100,7 +100,7 @@ def test_clients_of_a_scenario_run_together(quick):
     together = threading.Barrier(32)
 
     def wait(exchange: ScriptedExchange) -> None:
-        # 32 clients are the only ones that send so many
+        # only the 32 clients send this many
         together.wait(60)
         answer(exchange)
 

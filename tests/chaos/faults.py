@@ -70,8 +70,8 @@ class FaultInjector:
         return True
 
     async def _fill_disk(self) -> bool:
-        """No file may grow: writes fail with EFBIG. Processes started meanwhile inherit the limit
-        and keep it."""
+        """No file may grow: writes fail with EFBIG. Processes started during this time inherit the
+        limit and keep it."""
         for pid in (self._pid, *processes.list_runners(self._pid)):
             _, hard_limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard_limit))

@@ -77,7 +77,7 @@ def _read_status_bytes(pid: int, name: str) -> int:
 
 
 def _read_file(path: str) -> bytes:
-    """The content, empty if the process has ended meanwhile."""
+    """The content; empty if the process has ended in the meantime."""
     try:
         return Path(path).read_bytes()
     except (FileNotFoundError, ProcessLookupError):

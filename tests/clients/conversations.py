@@ -30,7 +30,7 @@ KEY = "any"  # the libraries require one, the server does not
 
 @dataclass(kw_only=True)
 class Conversation:
-    """What the library got from the model."""
+    """The library's view of the model's output."""
 
     name: str
     thoughts: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The page of examples/browser in a real browser, served from another port than the API."""
+"""The page of examples/browser in a real browser, served from a different port than the API."""
 
 import functools
 import http.server

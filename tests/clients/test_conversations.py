@@ -1,8 +1,8 @@
 """Libraries in conversations of three turns, against a server with a scripted engine.
 
 The model thinks before each answer, and calls tools. Every thought, call and text must reach the
-library exactly once. What the library sends back must be accepted, and occur exactly once in the
-next prompt. tests/clients/programs has the same for coding agents.
+library exactly once. The turns that the library sends back must be accepted, and occur exactly once
+in the next prompt. tests/clients/programs has the same for coding agents.
 """
 
 import json

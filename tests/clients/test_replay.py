@@ -16,8 +16,8 @@ CLIENT = Path(__file__).with_name("replay_answers.py")
 
 
 def write_answer(request: GenerateRequest) -> Script:
-    """The answer that the last message of the user selects: `rtc-length` is reasoning, a text and a
-    call, cut."""
+    """The answer that the last message of the user selects: `rtc-length` is reasoning, text and a
+    call, truncated."""
     assert isinstance(request.prompt, Conversation)
     kinds, _, reason = (request.prompt.messages[-1].content or "").rpartition("-")
     events: list[OutputEvent] = []

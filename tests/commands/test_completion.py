@@ -62,7 +62,8 @@ def run_shell(program: Path, *command: str) -> str:
 
 
 def complete_in_bash(program: Path, line: str) -> set[str]:
-    """What Tab offers at the end of the line, with readline's splitting at colons."""
+    """The completions that Tab offers at the end of the line, with readline's splitting at
+    colons."""
     words = [word for word in re.split(r"\s+|([:=])", line) if word is not None]
     quoted = " ".join(f"'{word}'" for word in words)
     return set(

@@ -89,7 +89,7 @@ class Launcher:
     def start(
         self, *arguments: str, environ: dict[str, str] | None = None
     ) -> "subprocess.Popen[str]":
-        """In a process group of its own, which gets Ctrl-C."""
+        """In a separate process group, which gets Ctrl-C."""
         return subprocess.Popen(
             [sys.executable, "-m", "app", "launch", *arguments],
             cwd=ROOT,

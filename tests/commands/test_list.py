@@ -97,7 +97,7 @@ def test_a_long_name_is_on_its_own_line() -> None:
 def test_only_the_names_are_printed_for_shell_completion(
     populated_stores: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Broken models, too: no model is read."""
+    """This includes broken models, because no model is read."""
     assert list_models(as_json=False, names_only=True) == 0
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "builtin",

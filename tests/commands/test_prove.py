@@ -65,7 +65,7 @@ def test_a_model_passes_with_an_adapter(
     tiny_model: Path,
     tmp_path: Path,
 ) -> None:
-    """The server of the condition "streamed" has the adapter, too."""
+    """The server of the condition "streamed" also has the adapter."""
     monkeypatch.setattr(command, "open_own_server", own_engines.open)
     flag = f"x={write_adapter(tmp_path / 'x', 0)}"
     status = main(["prove", str(tiny_model), "--adapter", flag, "--conversations", "2", "--json"])

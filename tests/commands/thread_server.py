@@ -1,4 +1,4 @@
-"""A server in a thread of this process, whose engines are threads, too.
+"""A server in a thread of this process, whose engines are also threads.
 
 For commands that talk to a server and a real model, if the processes of the server are not the
 subject: starting those takes two seconds of CPU time.

@@ -1,7 +1,7 @@
 """Several distributions that install the same libmlx.so are detected without importing MLX.
 
 The files of the installed MLX are linked into a new folder, and the metadata of another
-distribution is added beside them, as an installer leaves it.
+distribution is added next to them, as an installer leaves it.
 """
 
 import importlib.metadata
@@ -130,7 +130,7 @@ def test_our_own_distribution_decides_which_one_is_kept(site: Path) -> None:
 
 
 def test_both_distributions_of_ours_are_replaced(site: Path) -> None:
-    """They have the same files, too."""
+    """They also have the same files."""
     add_metadata(site, "mlx-cuda-13", 30_000_000)
     for name in ("mlxrunner", "mlxrunner-cuda"):
         add_metadata(site, name, 1)

@@ -430,7 +430,7 @@ def test_a_cancellation_by_others_stays_a_cancellation(order: str):
 
 
 def test_an_error_caused_by_a_cancellation_leaves_no_cancellation_behind():
-    """An interrupted stream may fail with another error than CancelledError."""
+    """An interrupted stream may fail with an error other than CancelledError."""
 
     class Failing(FakeGenerate):
         @asynccontextmanager

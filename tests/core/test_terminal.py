@@ -1,4 +1,4 @@
-"""What a terminal can show, by its environment."""
+"""The capabilities of a terminal, by its environment."""
 
 import io
 from collections.abc import Mapping

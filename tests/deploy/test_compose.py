@@ -1,5 +1,6 @@
 """deploy/compose.yaml, checked without Docker: it matches the published schema, references exist,
-commands are valid, and published ports are local. What `setup` and `key` run is run here, too.
+commands are valid, and published ports are local. The commands that `setup` and `key` run are also
+run here.
 
 compose_spec/schema.json is the schema of the Compose Specification (Apache License 2.0), unchanged,
 as in the package check-jsonschema 0.39.0.
@@ -71,7 +72,7 @@ def test_mounted_folders_and_dependencies_exist(document: dict[str, Any]) -> Non
 
 
 def test_the_image_is_built_and_never_pulled(document: dict[str, Any]) -> None:
-    """A registry may have another image of this name."""
+    """A registry may have a different image of this name."""
     ours = [one for one in document["services"].values() if one["image"] == "mlxrunner"]
     assert len(ours) == 3
     for service in ours:

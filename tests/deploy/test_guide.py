@@ -1,4 +1,4 @@
-"""docs/operations.md: its states, codes, log lines, options and commands are those of the code."""
+"""docs/operations.md: its states, codes, log lines, options and commands match the code."""
 
 import re
 import shlex
@@ -52,7 +52,7 @@ def read_codes() -> dict[str, set[int]]:
     return codes
 
 
-# Each error of these kinds has a code of its own, so the kind's code is never sent.
+# Each error of these kinds has its own code, so the kind's code is never sent.
 UNSENT_CODES = {"forbidden", "server_overloaded"}
 
 

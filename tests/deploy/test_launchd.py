@@ -1,4 +1,4 @@
-"""deploy/org.mlxrunner.plist. launchd exists only on macOS, where plutil checks the file, too."""
+"""deploy/org.mlxrunner.plist. launchd exists only on macOS, where plutil also checks the file."""
 
 import gzip
 import os

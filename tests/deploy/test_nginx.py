@@ -55,7 +55,7 @@ def several(
 
 
 def build_body(tokens: int, **fields: Any) -> dict[str, Any]:
-    """A request for exactly so many tokens."""
+    """A request for exactly this many tokens."""
     return {
         "model": "tiny",
         "prompt": "once upon a time",

@@ -70,9 +70,10 @@ def test_each_command_is_valid(command: str) -> None:
 
 
 def test_each_error_and_log_line_exists() -> None:
-    """Codes are those of the table, which tests/deploy/test_guide.py compares with the code."""
+    """The codes are taken from the table, which tests/deploy/test_guide.py compares with the
+    code."""
     words = {span for span in SPANS if re.fullmatch(r"[a-z]+_[a-z_]+", span)}
-    # metrics of the process, and names with a test of their own
+    # metrics of the process, and names with a separate test
     others = {"process_open_fds", "process_max_fds", "runbook_url"}
     codes = {word for word in words - others if not word.startswith("mlxrunner_")}
     assert len(codes) > 3

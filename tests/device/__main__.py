@@ -5,7 +5,7 @@ make test-device ARGS="-k llama"            some of the tests, and no table
 make test-device ARGS="--size Qwen3-0.6B"   the table for a larger model
 
 Exit status: 0 if all tests pass, 1 if a test fails, 77 if MLX has no GPU and nothing was tested.
-Other statuses are those of pytest. `make` itself exits with 2 whenever the command fails.
+Other statuses come from pytest. `make` itself exits with 2 whenever the command fails.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 On a GPU, each function of mx.fast, and the conversion of quantized weights, is one primitive. On a
 CPU, MLX composes them of up to thirty. Here, each one is a stub of one node, with the right shapes
 and wrong numbers. The models and the engine choose what they choose on a GPU, because MLX reports
-one. Imports nothing but MLX, so that benchmarks/graph_worker.py can use it beside mlx-lm.
+one. Imports nothing but MLX, so that benchmarks/graph_worker.py can use it with mlx-lm.
 """
 
 from collections.abc import Generator

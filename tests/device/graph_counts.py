@@ -1,7 +1,7 @@
 """Counts the parts of a lazy graph, and the calls that wait for the device.
 
 Knows: MLX's graphs as MLX exports them. Must not know: models, the engine. Imports nothing but MLX,
-so that benchmarks/graph_worker.py can use it beside mlx-lm.
+so that benchmarks/graph_worker.py can use it with mlx-lm.
 """
 
 import io
@@ -23,7 +23,7 @@ VIEWS = frozenset(
     | {"Slice", "Split", "Squeeze", "Transpose", "Unflatten"}
 )
 
-# Copies each of its inputs with a kernel of its own.
+# Copies each of its inputs with a separate kernel.
 _CONCATENATE = "Concatenate"
 
 _PRIMITIVE = re.compile(r'(\d+) \[label ?="([^"]+)"[^\]]*shape=rectangle')

@@ -1,4 +1,4 @@
-"""What must hold on a GPU: run by `make test-device`, on Metal or CUDA.
+"""The requirements on a GPU: run by `make test-device`, on Metal or CUDA.
 
 The device is MLX's default device. The reference is MLX on the CPU of the same machine, without our
 kernels. Products in float32 are exact to float32 (tests/device/__main__.py), so that a difference
@@ -145,7 +145,7 @@ def test_known_answers(case: Case, kind: str | None, tmp_path: Path) -> None:
     ids=str,
 )
 def test_the_kernel_of_the_gated_delta_rule(sizes: dict[str, int]) -> None:
-    """The first sizes are those of Qwen3-Next and Qwen3.5."""
+    """The first sizes are from Qwen3-Next and Qwen3.5."""
     assert find_fault(**sizes) is None
 
 

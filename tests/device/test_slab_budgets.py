@@ -111,7 +111,7 @@ def test_free_slots_between_the_rows_cost_little(small: Model) -> None:
 
 @pytest.mark.exhaustive
 def test_a_much_longer_row_does_not_separate_the_others(small: Model) -> None:
-    """It needs two writes and one attention per layer of its own."""
+    """It needs two additional writes and one attention operation per layer."""
     similar = count(start(small, list(range(64, 72))))
     skewed = count(start(small, [600, *range(64, 71)]))
     assert similar.nodes < skewed.nodes <= similar.nodes + 14 * LAYERS, skewed.by_name

@@ -171,7 +171,8 @@ def submit(loop: Loop, one: Job, matcher: Matcher | None = None) -> None:
 
 
 def run(loop: Loop, *jobs: Job, cancel_after: int | None = None) -> dict[str, Outcome]:
-    """Submit and step until the loop is idle. cancel_after: cancel all jobs after so many steps."""
+    """Submit and step until the loop is idle. cancel_after: cancel all jobs after this many
+    steps."""
     outcomes = {job.id: Outcome() for job in jobs}
     for one in jobs:
         submit(loop, one)

@@ -1,9 +1,9 @@
 """Macs of any size: a device that counts bytes, buffers and wired memory as MLX's Metal allocator
 does, and layer caches and a model that hold such buffers instead of arrays.
 
-Loop, scheduler, memory budget and prefix cache are the real ones. The rules of the allocator are
-those of mlx/backend/metal/allocator.cpp and resident.cpp (MLX 0.32): a buffer is wired when it is
-allocated, if the limit allows; unused buffers stay in a pool, and count like used ones.
+Loop, scheduler, memory budget and prefix cache are the real ones. The rules of the allocator follow
+mlx/backend/metal/allocator.cpp and resident.cpp (MLX 0.32): a buffer is wired when it is allocated,
+if the limit allows; unused buffers stay in a pool, and count like used ones.
 """
 
 import itertools
@@ -129,7 +129,8 @@ class FakeMetal:
         if num_bytes == self.wired_limit:
             return
         self.wired_limit = num_bytes
-        # MLX's order is that of a hash table. Here it is the worst one: the weights are the oldest.
+        # MLX's order is the order of a hash table. Here it is the worst one: the weights are the
+        # oldest.
         for key in list(self._wired):
             if self.wired <= num_bytes:
                 break

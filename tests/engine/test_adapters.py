@@ -218,7 +218,7 @@ def test_an_adapter_is_loaded_and_unloaded_while_requests_run(tmp_path: Path, ma
 
 
 def test_a_prefix_of_an_unloaded_adapter_is_not_reused(tmp_path: Path, make: Any) -> None:
-    """Not even by another adapter with the same key, whose answers are those of its own weights."""
+    """Not even by another adapter with the same key, which answers with its own weights."""
     paths = [write_adapter(tmp_path / name, index) for index, name in enumerate("ab")]
     loop = make_empty_loop(policy="radix")
     for path, name in zip([*paths, paths[0]], "aba", strict=True):
@@ -341,7 +341,7 @@ def test_a_gguf_file_is_an_adapter(
 
 @pytest.mark.skipif(kernels.ops() is None, reason=f"no kernels: {kernels.describe().why}")
 def test_an_adapter_changes_layers_of_gguf_blocks(tmp_path: Path) -> None:
-    """The logits are those of the merged model, whose weights are dequantized."""
+    """The logits match the merged model, whose weights are dequantized."""
 
     def choose_type(name: str) -> gguf.GGMLQuantizationType | None:
         return gguf.GGMLQuantizationType.Q8_0 if "attn_q" in name or "ffn" in name else None

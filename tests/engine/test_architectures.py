@@ -42,8 +42,8 @@ MODELS = Path(models.__file__).parent
 
 def make_runs(*options: Sequence[Any]) -> list[Any]:
     """The parameters of a test: the name of a model, and one of the options, which are lists of
-    values. All pairs that `make test` leaves out are marked `exhaustive`. With `scope="module"`,
-    pytest runs the tests of a model one after another, so its history is computed once."""
+    values. All pairs that `make test` skips are marked `exhaustive`. With `scope="module"`, pytest
+    runs the tests of a model one after another, so its history is computed once."""
     runs = [
         pytest.param(toy, *option, id="-".join(map(str, (toy, *option))))
         for toy in TOYS

@@ -72,7 +72,8 @@ def test_similar_lengths_share_a_slab() -> None:
 
 
 def test_one_long_row_does_not_pad_the_others() -> None:
-    """32,000 positions beside seven rows of 500: padded, the batch would be seven times as long."""
+    """32,000 positions next to seven rows of 500: padded, the batch would be seven times as
+    long."""
     lengths = [500, 510, 32_000, 520, 530, 540, 550, 560]
     assert measure_padding(lengths, 0) > 7
     assert choose(lengths) == {0, 1, 3, 4, 5, 6, 7}

@@ -324,7 +324,7 @@ def test_a_preempted_request_continues_if_its_caches_cannot_be_stored(
 def test_caches_that_cannot_be_dropped_cleanly_end_no_other_request(
     monkeypatch: pytest.MonkeyPatch, ties: list[int]
 ) -> None:
-    """A discard can fail, too: another store of the prefix cache shrinks, which copies it."""
+    """A discard can also fail: another store of the prefix cache shrinks, which copies it."""
     model = Broken(kinds="kk")
     loop = make_loop(model, running=3, policy="radix")
     cache: Any = _prefix_of(loop)
@@ -366,7 +366,7 @@ def test_an_eviction_that_fails_between_two_steps_is_not_raised(
 def test_a_violated_assertion_at_the_end_of_a_request_is_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The end of the request is reported nevertheless."""
+    """The end of the request is still reported."""
     loop = make_loop(tiny_model(), policy="radix")
     loop.submit(good_job("a"))
     loop.step()

@@ -112,7 +112,7 @@ def test_weights_to_be_quantized_count_with_their_quantized_size(tmp_path: Path)
 
 def test_the_working_space_is_estimated_within_a_factor_of_two(tmp_path: Path) -> None:
     """A low estimate makes the load fail, and a high one rejects models that fit. The logits and
-    scores, which are known, are left out."""
+    scores, which are known, are excluded."""
     folder = tiny.write(tmp_path / "m", hidden_size=256, intermediate_size=768)
     files, settings = files_of(folder), Settings(context=STEP, parallel=1, prefill_chunk=512)
     model: Any = open_model(files, None)
@@ -413,7 +413,8 @@ def test_the_default_chunk_of_a_gpu(
 
 
 def test_the_weights_of_a_vision_tower_count_unless_it_is_off(tmp_path: Path) -> None:
-    """Its working memory is reserved for each image, so the activations are those of text."""
+    """Its working memory is reserved for each image, so the activations are the same as for
+    text."""
     files = files_of(tiny_vision.write(tmp_path / "vision"))
     text = estimate_fit(files, Settings(memory=1 << 30, parallel=1, vision=False))
     both = estimate_fit(files, Settings(memory=1 << 30, parallel=1))

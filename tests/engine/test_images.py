@@ -79,7 +79,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @cache
 def build(name: str) -> Any:
-    """A model with random weights and a tower of its own size."""
+    """A model with random weights and a tower of this size."""
     if name == "hybrid":
         return hybrid.Model()
     config = CONFIGS[name]
@@ -366,7 +366,7 @@ def test_few_images_are_in_memory_however_many_sequences_wait(llama: Any) -> Non
 
 
 def test_a_preempted_sequence_keeps_no_pixels(llama: Any) -> None:
-    """What arrives late is ignored, and requested again when the sequence runs again."""
+    """Late pixels are ignored, and requested again when the sequence runs again."""
     loop = make_loop(llama, running=2, policy="slots")
     driver = drive(loop, *PICTURES, provides=lambda _: False)
     driver.submit(image_job("a", b"see ", CAT, b" and ", DOG))
@@ -461,8 +461,8 @@ def test_other_streams_decode_while_an_image_is_encoded(llama: Any) -> None:
 def test_slow_steps_of_the_tower_delay_few_tokens(
     llama: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    """Most steps only decode while a stream runs, so the median delay of its tokens is that of a
-    decode step."""
+    """Most steps only decode while a stream runs, so the median delay of its tokens is the duration
+    of a decode step."""
     now, slow_steps = 0.0, 0
     run_step = FakeEncoding.run_step
 

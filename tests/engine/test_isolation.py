@@ -2,7 +2,7 @@
 
 Other servers mix up answers, lose penalties after a plain request, or sample a batch with the
 parameters of its first row. Each answer must equal the one that the request gets alone, on a
-fresh engine, even if other requests start, end or are cancelled meanwhile.
+fresh engine, even if other requests start, end or are cancelled while it runs.
 """
 
 import random

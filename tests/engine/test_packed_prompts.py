@@ -67,7 +67,7 @@ def text(length: int, seed: int) -> list[int]:
 
 @needs_kernels
 def test_prompts_that_arrive_together_share_a_pass(shapes: list[tuple[int, ...]]) -> None:
-    """Each one used to be a pass of its own, which reads all weights."""
+    """Each one used to be a separate pass, which reads all weights."""
     model = tiny_model()
     jobs = [job(str(i), text(4, i), max_tokens=1, stop_token_ids=NONE) for i in range(8)]
     loop = make_loop(model, running=8, chunk=CHUNK, policy="radix")
@@ -184,7 +184,7 @@ def test_a_gpu_does_not_pack_in_exact_mode(monkeypatch: pytest.MonkeyPatch) -> N
 
 @needs_kernels
 def test_a_prompt_that_fails_in_a_pass_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others restart, each in a pass of its own, and give the same results."""
+    """The others restart, each in a separate pass, and give the same results."""
     model = tiny_model()
     good = [job(str(i), text(6, i), max_tokens=5, stop_token_ids=NONE) for i in range(4)]
     alone = [run_one(make_loop(model, chunk=CHUNK), one) for one in good]

@@ -137,7 +137,7 @@ def test_the_budget_is_exceeded_by_an_eighth_at_most(remaining: list[int], budge
     shares = split_prefill_budget(remaining, SchedulerLimits(max_prefill_tokens=budget))
     assert sum(shares) <= budget + budget // 8
     assert all(0 <= share <= length for share, length in zip(shares, remaining, strict=True))
-    # the remainder is too small for a chunk of its own
+    # the remainder is too small for a separate chunk
     assert sum(shares) >= min(sum(remaining), budget - (budget + 3) // 4)
 
 
@@ -243,7 +243,7 @@ def test_packed_chunks_end_where_they_would_alone(
 
 
 def test_short_prompts_fill_a_round() -> None:
-    """Each one used to be a pass of its own on a GPU."""
+    """Each one used to be a separate pass on a GPU."""
     prompts = make_pending(20, 30, 10, 200, 9)
     assert choose_aligned_round(prompts, ALIGNED, turn=0, pack=True) == [
         (0, 20),
@@ -319,7 +319,7 @@ def test_a_fast_step_takes_more_rounds() -> None:
 def test_the_pace_settles_at_steps_within_the_time(
     decode: float, token: float, first: float | None
 ) -> None:
-    """Steps take as many rounds as fit beside the decoding of the running sequences."""
+    """Steps take as many rounds as fit in addition to decoding the running sequences."""
     limits = SchedulerLimits(max_prefill_tokens=128, step_seconds=0.1)
     pace, steps = first, list[float]()
     for _ in range(200):

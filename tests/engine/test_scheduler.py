@@ -95,8 +95,8 @@ def test_no_sequence_starts_if_decode_steps_are_too_long() -> None:
 def run_under(
     clock: str, model: Any, *, exact: bool, load: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Outcome, list[tuple[int, int]], int]:
-    """One prompt beside `load` other requests, which come and go. Returns its outcome, its chunks,
-    and the largest number of chunks in a step."""
+    """One prompt alongside `load` other requests, which come and go. Returns its outcome, its
+    chunks, and the largest number of chunks in a step."""
     chunks: list[tuple[int, int]] = []
     counts: list[int] = []
     prefill = ModelRunner.prefill

@@ -63,7 +63,7 @@ def test_a_shift_does_not_affect_other_sequences(model: Model) -> None:
 
 def test_shifted_keys_are_not_reused_for_an_unshifted_prompt(model: Model) -> None:
     """The remaining ids were computed after ids that are discarded now: a prompt of the same ids
-    has other keys and values."""
+    has different keys and values."""
     loop = make_loop(model, running=1, policy="slots", context=CONTEXT, shift=True)
     first = run_one(loop, job("long", PROMPT, max_tokens=40, stop_token_ids=NONE, num_keep=KEEP))
     left = [*PROMPT[:KEEP], *first.ids[-20:]]

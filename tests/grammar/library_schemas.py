@@ -74,7 +74,7 @@ class Data:
 
 
 SHORT = Field(min_length=1, max_length=3)
-# every type of a module whose name is that of its schema
+# every type in a module that has the same name as its schema
 NAMES = """
     AwareDatetime NaiveDatetime PastDate FutureDatetime UUID1 UUID3 UUID4 UUID5 UUID6 UUID7 UUID8
     FilePath DirectoryPath NewPath IPvAnyAddress IPvAnyNetwork IPvAnyInterface AnyUrl HttpUrl

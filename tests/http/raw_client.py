@@ -108,7 +108,8 @@ class RawClient:
         return int(top.split()[1])
 
     def is_closed(self, within: float = PATIENCE) -> bool:
-        """Whether the server closes the connection within so many seconds, without sending more."""
+        """Whether the server closes the connection within this many seconds, without sending
+        more."""
         self.socket.settimeout(within)
         try:
             return self.socket.recv(65536) == b""

@@ -75,7 +75,7 @@ def test_keys_are_added_and_removed_without_a_restart(file: Path, caplog: pytest
 
 
 def test_a_replaced_file_is_reloaded(file: Path, tmp_path: Path):
-    """Mounted secrets change this way: by a link to another folder."""
+    """Mounted secrets change this way: through a link to a different folder."""
 
     async def run() -> None:
         before, after = tmp_path / "before.toml", tmp_path / "after.toml"

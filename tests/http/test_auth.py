@@ -150,7 +150,7 @@ def test_each_route_with_an_admin_key(method: str, path: str):
 
 @rows(("method", "path"), list_routes())
 def test_each_route_if_no_keys_are_configured(method: str, path: str):
-    """Clients that always send a key are accepted, too."""
+    """Clients that always send a key are also accepted."""
     for headers in ({}, bearer("none")):
         assert send(method, path, {}, headers, target=build_app(keys=())).status not in (401, 403)
 

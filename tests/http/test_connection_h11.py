@@ -1,4 +1,4 @@
-"""Serialized responses: the bytes are those of h11, however a body is split."""
+"""Serialized responses: the bytes match h11's, however a body is split."""
 
 from collections.abc import Sequence
 

@@ -27,7 +27,7 @@ NEVER = 100 * TIMEOUT
 
 
 def build_body(tokens: int | None = None, *, stream: bool = True) -> dict[str, Any]:
-    """A request for exactly so many tokens, or for an endless answer."""
+    """A request for exactly this many tokens, or for an endless answer."""
     body = {"model": "tiny", "prompt": "x", **tiny.UNENDING, "stream": stream}
     return body if tokens is None else {**body, "max_tokens": tokens}
 
@@ -78,7 +78,7 @@ class Client(threading.Thread):
 
 
 def wait_for_requests(server: ServerProcess, count: int) -> None:
-    """Returns when so many requests are running or waiting."""
+    """Returns when this many requests are running or waiting."""
 
     def count_requests() -> int:
         status = server.status()

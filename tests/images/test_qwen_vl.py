@@ -1,4 +1,4 @@
-"""The geometry of Qwen-VL, whose figures are those of transformers' Qwen2VLImageProcessor."""
+"""The geometry of Qwen-VL, whose figures come from transformers' Qwen2VLImageProcessor."""
 
 import pytest
 

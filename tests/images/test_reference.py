@@ -1,4 +1,4 @@
-"""The pixels and the prompt text of each family are those of transformers, to the bit."""
+"""The pixels and the prompt text of each family match transformers bit by bit."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.images.reference import FAMILIES, PHOTOS
 
 DIGESTS = json.loads(reference.FILE.read_text())
 
-# large images, which take longer, are compared by hand (see the script)
+# large images, which take longer, are compared manually (see the script)
 LIVE_VARIANTS = ("as it is", "37x23", "398x2")
 
 

@@ -49,7 +49,7 @@ esac"""
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a block has printed. text: stdout and stderr."""
+    """The output of a block. text: stdout and stderr."""
 
     status: int
     text: str
@@ -184,7 +184,7 @@ class Reader:
         (self.checkout / ".venv/bin/mlxrunner").symlink_to(programs / "mlxrunner")
 
     def add_program(self, name: str, program: str) -> None:
-        """Makes `name` run a program of another folder."""
+        """Makes `name` run a program in a different folder."""
         self._write_script(self.folder / "bin" / name, f'exec "{program}" "$@"')
 
     def _write_script(self, path: Path, text: str) -> None:

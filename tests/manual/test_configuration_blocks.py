@@ -110,7 +110,7 @@ def test_the_addresses_in_the_settings_of_a_program_answer(
 
 
 def test_the_lines_for_nginx_are_those_of_the_file() -> None:
-    """The page leaves out what its own server has."""
+    """The page omits the settings of its own server."""
     known = re.sub(r"\s+", " ", (ROOT / "deploy/nginx/one.conf").read_text("utf-8"))
     for block in list_blocks("nginx"):
         for line in block.text.splitlines():

@@ -4,7 +4,7 @@ A test module of an architecture exports `CASES`. The suites that run for all ar
 (tests/models/test_parity.py, tests/engine/test_architectures.py) collect them with `cases`, so a
 new architecture is one file in models/ and one in tests/models/.
 
-What the engine does with a model depends on its kind of cache and hardly on anything else. So its
+The behavior of the engine with a model depends on its kind of cache and on little else. So its
 suites run one case of each kind (`KINDS`), and only `make test-all` runs the others. The kind is
 computed from the model (`find_cache_kind`). Building the models of all cases takes seconds, which
 every worker would spend, so the kinds are listed, and tests/engine/test_architectures.py compares
@@ -71,9 +71,9 @@ def build_untrained(case: Case) -> Any:
 
 
 def find_cache_kind(model: Any) -> str:
-    """What the engine depends on: the types of the layers' caches, whether layers attend to the
-    keys of others, and whether a batch gives the same bits. Experts do not count: they compute each
-    position on its own."""
+    """The properties that the engine depends on: the types of the layers' caches, whether layers
+    attend to the keys of others, and whether a batch gives the same bits. Experts do not count:
+    they compute each position on its own."""
     kind = " + ".join(sorted({_describe_cache(layer) for layer in model.make_kv()}))
     sources: list[int] = getattr(getattr(model, "model", None), "sources", [])
     if len(set(sources)) < len(sources):

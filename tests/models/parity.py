@@ -1,7 +1,6 @@
 """Compare our logits with those of mlx-lm's class, on the same tiny checkpoint and ids.
 
-The reference draws and saves the checkpoint, so names, shapes and layouts are those of published
-models.
+The reference draws and saves the checkpoint, so names, shapes and layouts match published models.
 """
 
 import json

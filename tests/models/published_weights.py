@@ -67,7 +67,7 @@ def gptq(
     act_order: bool = False,
 ) -> Packed:
     """GPTQ: qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out],
-    g_idx [in]. act_order: whether inputs are assigned to groups in another order."""
+    g_idx [in]. act_order: whether inputs are assigned to groups in a different order."""
     codes, zeros, scales, weight = _draw_integers(
         rng, outputs, inputs, group, bits=bits, symmetric=symmetric
     )

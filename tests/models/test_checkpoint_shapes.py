@@ -41,8 +41,8 @@ Change = Callable[[Checkpoint], Checkpoint]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """error: a part of the message; empty if the model is built. differs: whether the logits are
-    those of another model, so that only the build is tested."""
+    """error: a part of the message; empty if the model is built. differs: whether the logits differ
+    from the model's, so that only the build is tested."""
 
     id: str
     change: Change

@@ -116,9 +116,9 @@ def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> N
 def test_an_early_conversion_is_read_like_in_the_reference(
     others: int, bits: int, tmp_path: Path
 ) -> None:
-    """Early conversions quantized the joined map from latents, some with other bits. The reference
-    splits it and quantizes both halves again; we take the rows of the values unchanged, so the test
-    copies these rows to the reference."""
+    """Early conversions quantized the joined map from latents, some with different bits. The
+    reference splits it and quantizes both halves again; we take the rows of the values unchanged,
+    so the test copies these rows to the reference."""
     parity.save_reference(CASES[0], tmp_path, kind=f"affine-{others}")
     weights = read_weights(tmp_path)
     for name in [name for name in weights if "embed_q" in name or "unembed_out" in name]:

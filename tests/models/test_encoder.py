@@ -1,5 +1,5 @@
-"""Encoders: their hidden states and scores are those of transformers, and an input has the same
-bits alone and packed with others.
+"""Encoders: their hidden states and scores match transformers, and an input has the same bits alone
+and packed with others.
 
 The references are in encoder_reference.json, which encoder_reference.py writes.
 """

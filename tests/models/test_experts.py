@@ -186,8 +186,8 @@ def test_experts_of_different_shapes_are_refused() -> None:
 
 
 def test_experts_are_chosen_within_the_best_groups_and_shares_ignore_the_bias() -> None:
-    """The biases are so low that every sum is negative. Other groups must be excluded nevertheless
-    (mlx-lm 0.32 sets their scores to 0, and so prefers them)."""
+    """The biases are so low that every sum is negative. Other groups must still be excluded (mlx-lm
+    0.32 sets their scores to 0, and so prefers them)."""
     layer = GroupedTopKMoE(HIDDEN, INNER, 16, top_k=CHOSEN, scale=1.8, num_groups=4, topk_group=2)
     rng = np.random.default_rng(0)
     layer.gate.weight = mx.array(rng.standard_normal((16, HIDDEN)).astype(np.float32))

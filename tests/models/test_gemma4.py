@@ -25,7 +25,7 @@ ROPES: dict[str, Any] = {
 }
 
 # Each shape has the keys of a published config.json, with smaller numbers. mlx-lm's defaults differ
-# from transformers', so no key is left out.
+# from transformers', so no key is omitted.
 TINY: dict[str, Any] = {
     "model_type": "gemma4_text",
     "hidden_size": 64,

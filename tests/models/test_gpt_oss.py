@@ -171,7 +171,7 @@ def test_the_gate_is_clamped_above_and_the_linear_part_on_both_sides() -> None:
 
 
 def test_yarn_does_not_round_the_dimensions_of_its_ramp() -> None:
-    """The published config has "truncate": false; mlx-lm 0.32 rounds nevertheless."""
+    """The published config has "truncate": false; mlx-lm 0.32 still rounds."""
     config = {**CONFIG, "rope_scaling": {**YARN, "truncate": False}}
     rope = gpt_oss.Config.from_dict(config).rope()
     half, base, context = 16, 150000.0, 64

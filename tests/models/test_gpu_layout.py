@@ -1,4 +1,5 @@
-"""What models compute in another way on a GPU, without one: MLX reports a GPU and uses the CPU."""
+"""Computations that models do differently on a GPU, tested without one: MLX reports a GPU and uses
+the CPU."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -340,7 +340,7 @@ def test_context_shift_is_not_supported(tmp_path: Path) -> None:
 
 
 # The steps of these classes have only batch-invariant operations with our kernels. A recurrent
-# class computes several positions in another form.
+# class computes several positions in a different form.
 BATCHED = ("plain", "experts", "windows", "head-with-another-name", "states-and-attention")
 
 

@@ -1,6 +1,6 @@
 """Every class of mlx-lm gives the logits of mlx-lm itself, or its fault is named.
 
-The tiny configs are in the form that mlx-lm reads. Classes that transformers has, too, are compared
+The tiny configs are in the form that mlx-lm reads. Classes that transformers also has are compared
 with it in tests/models/mlx_lm_families.py, from the configs that it saves.
 """
 
@@ -227,7 +227,7 @@ REJECTED: Mapping[str, tuple[dict[str, Any], str]] = {
                "a sliding window of 7 positions with a cache of 6"),
 }  # fmt: skip
 
-# files whose classes are those of another one, and one that needs packed weights 512 wide
+# files whose classes come from another file, and one that needs packed weights 512 wide
 OTHERS = {
     "gemma3_text", "gemma4_text", "llama4_text", "pixtral", "mistral3", "qwen2_vl", "qwen3_5_moe",
     "kimi_k25", "lfm2-vl", "gear", "prism_hadamard_qwen35",
@@ -350,7 +350,7 @@ def test_a_class_that_computes_something_else_is_rejected(kind: str) -> None:
         is_batch_invariant(build_untrained(case))
 
 
-# classes that compute tied heads in another way than their own, and the name of the latter
+# classes that compute tied heads differently than untied ones, and the name of the latter
 TIED: Mapping[str, tuple[dict[str, Any], str]] = {
     "llama4_text": ({**HEADS, "intermediate_size_mlp": 96, "attention_bias": False,
                      "use_qk_norm": True, "no_rope_layers": [1, 1]}, "output"),

@@ -158,7 +158,7 @@ def test_a_key_with_a_neutral_value_is_accepted(changes: dict[str, Any]) -> None
 
 def test_the_alpha_of_dynamic_scaling_changes_the_base() -> None:
     """All of Hunyuan's checkpoints have it. It was removed with the scaling, and the logits were
-    those of another base."""
+    those of a different base."""
     alpha = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
     config = {**SEED_OSS, "model_type": "hunyuan_v1_dense", "rope_theta": None}
     rope: Any = build({**config, "rope_parameters": alpha}).layers[0].self_attn.rope

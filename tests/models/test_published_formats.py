@@ -1,5 +1,5 @@
-"""Formats of other quantizers: the numbers of a converted weight are those of the format's formula,
-to the bit."""
+"""Formats of other quantizers: the numbers of a converted weight match the format's formula bit by
+bit."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -164,7 +164,7 @@ def test_the_numbers_are_those_of_the_formula_of_the_format(case: str) -> None:
     found, exact = dequantize(parts, INPUTS), packed.weight
     if packing in ("bfloat16", "float16"):
         exact = mx.array(exact).astype(parts["weight"].dtype).astype(mx.float32)
-    if packing == "nvfp4":  # the factor is multiplied in another order
+    if packing == "nvfp4":  # the factor is multiplied in a different order
         np.testing.assert_allclose(found, exact, rtol=5e-7)
     else:
         np.testing.assert_array_equal(found, exact)

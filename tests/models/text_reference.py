@@ -8,7 +8,7 @@ With arguments, only these cases are computed again. The folder that transformer
 config.json and the names and shapes of the tensors. A tensor is drawn from its name, so that the
 file contains only shapes. The numbers of a matrix are sixteen multiples of a power of two, and each
 group of 64 has the smallest and the largest one. So the same weights are exact in float32, in
-bfloat16, and quantized to 4 and to 8 bits, and one reference is that of all four.
+bfloat16, and quantized to 4 and to 8 bits, and one reference serves all four.
 """
 
 import itertools

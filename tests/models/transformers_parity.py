@@ -3,7 +3,7 @@
 For each case, transformers creates a random model and saves it (`save_pretrained`), like published
 models; we load this folder. So the comparison includes the names, layouts and config.json of the
 current transformers. Both evaluate in float32 on the CPU, transformers with its simplest attention
-("eager"). The columns of mlx-lm are those of tests/models/test_parity.py.
+("eager"). The columns of mlx-lm come from tests/models/test_parity.py.
 
 It needs torch, and therefore its own environment (requirements/parity.in); pytest does not collect
 it.
@@ -127,7 +127,7 @@ def save_reference(case: Case, folder: Path, seed: int) -> Any:
         make = AutoModelForImageTextToText
     with torch.device("meta"):
         size = make.from_config(config, attn_implementation="eager").num_parameters()
-    # some default sizes are those of the largest published model
+    # some default sizes come from the largest published model
     assert size < MOST, f"{size} parameters: the case leaves a size to a default"
     torch.manual_seed(seed)
     model = make.from_config(

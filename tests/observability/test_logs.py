@@ -89,7 +89,7 @@ def send_request(
     body: Any = BODY,
     headers: dict[str, str] | None = None,
 ) -> Reply:
-    """One request to an application of its own, which may fail."""
+    """One request to a separate application, which may fail."""
 
     async def run() -> Reply:
         app = build_fake_app(generate or FakeGenerate(), Settings())

@@ -30,7 +30,7 @@ LOADING = ModelState(name="qwen3:4b", phase="loading", progress=40)
 
 
 class Screen:
-    """What a status has shown. now: the time of its clock."""
+    """The output of a status. now: the time of its clock."""
 
     def __init__(self, terminal: OutputTerminal = TERMINAL) -> None:
         self.statuses: list[str] = []

@@ -72,7 +72,7 @@ def test_only_the_latest_records_are_kept():
 
 def test_crashes_of_unknown_cause_weigh_less_than_faults():
     """After two SIGKILLs of an operator, a prompt that had not caused them was refused. The OOM
-    killer sends the same signal, so such a crash is counted, too."""
+    killer sends the same signal, so such a crash is also counted."""
     records = CrashRecords(Clock())
     for _ in range(5):
         records.add_crash([job("x", 1)], weight=CRASH_WEIGHTS["unknown"])

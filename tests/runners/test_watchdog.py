@@ -96,7 +96,7 @@ def test_an_engine_that_takes_no_commands_is_hung_even_if_it_is_idle():
 
 
 def test_a_delayed_watchdog_reports_no_hang():
-    """Replies that arrived meanwhile are processed first, and no clock measures the delay."""
+    """Replies that arrived in the meantime are processed first, and no clock measures the delay."""
     watchdog = make_ready_watchdog()
     feed(watchdog, heartbeat(1))
     for beat in range(2, 300):

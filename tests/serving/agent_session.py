@@ -231,7 +231,7 @@ async def run_session(
 async def _run_with_title(
     main: AgentConversation, title: AgentConversation, engine: SessionEngine
 ) -> None:
-    """Runs the first loop. The request for a title runs beside its first request."""
+    """Runs the first loop. The request for a title runs alongside its first request."""
     await main.ask()
     await title.ask("Write a title for: ")
     engine.run_together(2)

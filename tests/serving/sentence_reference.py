@@ -100,7 +100,8 @@ def _shorten(row: Any) -> list[float]:
 
 
 def _with_padding(folder: Path) -> Path:
-    """transformers pads single texts, too, and would make another tokenizer for the model type."""
+    """transformers also pads single texts, and would create a different tokenizer for the model
+    type."""
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {

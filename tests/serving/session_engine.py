@@ -42,8 +42,8 @@ CONTEXT = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What the engine got. cached: the number of ids that each cache served. reported: the number
-    that the engine reported."""
+    """The input of the engine. cached: the number of ids that each cache served. reported: the
+    number that the engine reported."""
 
     ids: tuple[int, ...]
     cached: Mapping[str, int]

@@ -1,7 +1,7 @@
 """A session of a coding agent over HTTP, with real chat templates: nothing is lost, all counts
 agree, and the prefix cache serves what two prompts have in common.
 
-What the cache may serve at most is computed here, from the prompts that the engine got.
+The maximum that the cache may serve is computed here, from the prompts that the engine received.
 """
 
 import asyncio
@@ -129,14 +129,14 @@ def common_length(old: str, new: str) -> int:
 
 def find_last_end(text: str, common: int, before: Answered) -> int:
     """The position after the last word of the last message that ends within the common prefix.
-    Texts beside results count as one message with them, because they may be folded."""
+    Text next to results counts as one message with them, because it may be folded."""
     ends = (text.find(word) + len(word) for word in before.ends if word in text)
     return max((end for end in ends if end + MARKUP <= common), default=0)
 
 
 def check_reasoning(source: str, main: AgentConversation) -> None:
     """The prompt contains every thought of the running loop that the template renders when no text
-    is beside the results."""
+    is next to the results."""
     builder = make_prompt_builder(source)
     card = ModelCard(id="tiny", created=0, context_length=CONTEXT)
     for answered in main.answered:

@@ -59,8 +59,8 @@ CHATML = (
 
 
 def _list_families() -> dict[str, str]:
-    """A template of each family, by the name of the family's module; "generic" is that of a
-    template without one."""
+    """A template of each family, by the name of the family's module; "generic" is used for a
+    template without a family."""
     found = {name: CHATML.replace("MARKER", marker) for name, marker in MARKERS.items()}
     families = load_families()
     for name, source in sorted(templates(SHARED).items()) if SHARED.is_dir() else ():

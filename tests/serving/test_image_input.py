@@ -1,5 +1,5 @@
-"""The rule for images that a model cannot process: an error in the new question, and elsewhere a
-text with a notice."""
+"""The rule for images that a model cannot process: an error in the new question, and elsewhere text
+with a notice."""
 
 import asyncio
 

@@ -1,8 +1,8 @@
 """A session of an agent with images over HTTP, with real chat templates and a real engine: the
 prefix cache serves what two prompts have in common, and the tower encodes each image once.
 
-What the cache may serve at most is computed here, from the token IDs that the engine got, in which
-the rows of an image are IDs of their own.
+The maximum that the cache may serve is computed here, from the token IDs that the engine received,
+in which the rows of an image have separate IDs.
 """
 
 import asyncio

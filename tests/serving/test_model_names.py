@@ -165,7 +165,7 @@ def test_every_route_resolves_its_model_once(route: Route):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models. "c" has another tokenizer than the default model."""
+    """Three models. "c" has a different tokenizer than the default model."""
     root = tmp_path_factory.mktemp("names")
     for seed, name in enumerate("abc"):
         tiny.write(root / name, seed=seed)
@@ -208,7 +208,7 @@ LOOKUPS = (
 def count_lookups(
     folder: Path, route: Route, monkeypatch: pytest.MonkeyPatch, *, num_others: int
 ) -> Counter[str]:
-    """The lookups of one request while so many other models are registered."""
+    """The lookups of one request while this many other models are registered."""
     calls: Counter[str] = Counter()
 
     def count(owner: type, name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Embeddings and scores of encoders are those of sentence-transformers, from the text on.
+"""Embeddings and scores of encoders match sentence-transformers, starting from the text.
 
 The references are in sentence_reference.json, which sentence_reference.py writes.
 """

@@ -27,7 +27,7 @@ class Server:
         self.now = NOW
 
     def run(self, tokens: int = 0) -> int:
-        """Returns the tokens of the day at the end of a run that used so many."""
+        """Returns the tokens of the day at the end of a run that used this many."""
         usage = UsageCounters(clock=lambda: self.now)
 
         async def body() -> None:

@@ -44,7 +44,7 @@ class OllamaStore:
         return self.layer(kind, json.dumps(value).encode(), name)
 
     def tensors(self, arrays: Mapping[str, mx.array], name: str, **metadata: str) -> dict[str, Any]:
-        """One tensor layer: a weight, and its scales and biases beside it."""
+        """One tensor layer: a weight, together with its scales and biases."""
         file = self.root / "temporary.safetensors"
         mx.save_safetensors(str(file), dict(arrays), metadata=metadata)
         layer = self.layer("tensor", file.read_bytes(), name)

@@ -1,8 +1,8 @@
 """A hub in a thread: it implements the HTTP protocol of the Hugging Face hub as huggingface_hub
 uses it, and serves real folders. It can cut, corrupt, stall, reject and redirect.
 
-Files of a kilobyte and more are Git LFS files: they have a SHA-256, and a redirect leads to another
-host. Smaller files are plain git files, with the SHA-1 of git.
+Files of a kilobyte and more are Git LFS files: they have a SHA-256, and a redirect leads to a
+different host. Smaller files are plain git files, with the SHA-1 of git.
 """
 
 import hashlib

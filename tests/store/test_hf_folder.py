@@ -123,7 +123,7 @@ class TestShards:
     def test_an_index_with_other_files_is_not_used(
         self, folder: Path, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The files beside it are read, and no other files."""
+        """The files next to it are read, and no other files."""
         os.mkfifo(folder.parent / "model.safetensors")  # opening it would block forever
         index(folder, x=name)
         assert shard_names(folder) == ["model.safetensors"]

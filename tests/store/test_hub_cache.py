@@ -1,4 +1,4 @@
-"""Models in the hub cache, also those of other tools; no network is used."""
+"""Models in the hub cache, including those of other tools; no network is used."""
 
 import os
 import shutil

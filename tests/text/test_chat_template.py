@@ -94,7 +94,7 @@ class TestTemplateContext:
         assert str(datetime.now().year) in ChatTemplate(model).render(HELLO)
 
     def test_llama_3_gets_todays_date(self, files):
-        """Its template has a date of its own for the case that nobody gives one."""
+        """Its template has a default date, in case none is given."""
         source = (
             "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
         )

@@ -1,5 +1,5 @@
-"""What holds for the outputs of every family: markers are never shown, a call ends reasoning that
-was not closed, and arguments that models write with the usual errors are valid JSON."""
+"""The properties of the outputs of every family: markers are never shown, a call ends reasoning
+that was not closed, and arguments that models write with the usual errors are valid JSON."""
 
 import json
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""What the model generated is rendered again exactly as it was generated."""
+"""The model's output is rendered again exactly as it was generated."""
 
 from array import array
 from dataclasses import replace

@@ -130,7 +130,7 @@ def test_the_text_of_an_image_comes_from_the_template_for_roles_that_have_no_lis
 
 
 def test_a_mark_in_a_text_is_no_image():
-    """The template renders each mark as private use characters, which a text may contain too."""
+    """The template renders each mark as private use characters, which text may also contain."""
     text = "see <pad> \uf8f1\uf8f2\uf8f3<pad>\uf8f1\uf8f2"
     messages = (message("system", "<pad>"), message("user", text, 2, "<pad>"))
     prompt = build(make_builder(SIMPLE), *messages)

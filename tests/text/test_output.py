@@ -26,7 +26,7 @@ Stops = st.lists(st.text(st.sampled_from("abé🎉"), min_size=1, max_size=3), m
 def process_text(
     text: str | bytes, *stops: str, logprobs: bool = False
 ) -> tuple[ChoiceOutputProcessor, list[Any]]:
-    """The processor and its deltas for a text, with a byte per token, until it stops."""
+    """The processor and its deltas for text, with a byte per token, until it stops."""
     processor = ChoiceOutputProcessor(
         TOKENIZER, choice=0, prompt_ids=(65,), options=OutputOptions(stop_strings=stops)
     )

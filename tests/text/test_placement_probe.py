@@ -129,7 +129,7 @@ def test_a_template_that_drops_the_text_of_a_call_gets_it_in_a_message_of_its_ow
 
 
 def agent_session(rounds: int) -> Iterator[tuple[list[Message], list[str]]]:
-    """The requests of a tool loop with texts beside the results, and a new question; each with the
+    """The requests of a tool loop with text next to the results, and a new question; each with the
     words that it contains."""
     messages = [Message(role="system", content="HEAD"), Message(role="user", content="FIRST")]
     words = ["HEAD", "FIRST"]

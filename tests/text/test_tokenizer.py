@@ -403,7 +403,7 @@ def test_a_long_text_of_few_tokens_is_kept_whole():
 
 
 def test_a_text_that_grows_too_much_is_rejected(files):
-    """A factor of 1000 is accepted in a file, but not for a text of a megabyte."""
+    """A factor of 1000 is accepted in a file, but not for a megabyte of text."""
     inner = tiny.tokenizer()
     inner.normalizer = normalizers.Replace("q", "q" * 1000)
     tokenizer = Tokenizer.load(files(inner))
@@ -421,7 +421,8 @@ def test_a_text_that_grows_too_much_is_rejected(files):
 def test_positions_of_a_text_are_numbers_of_ids(
     byte_spelling_library: tokenizers.Tokenizer,
 ) -> None:
-    """Ids before a position are those of the text before it, or one less: tokens merge."""
+    """The ids before a position are those of the text before it, or one fewer, because tokens
+    merge."""
     tokenizer = Tokenizer(byte_spelling_library)
     text = "the cat sat, and the other cats sat on 日本. é"
     positions = [0, 4, 7, 13, 30, len(text)]

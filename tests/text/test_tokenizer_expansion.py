@@ -1,4 +1,4 @@
-"""Bounds on the growth of a text in a tokenizer, compared with the library."""
+"""Bounds on the growth of text in a tokenizer, compared with the library."""
 
 import base64
 import json

@@ -15,7 +15,7 @@ from tools.builtin_model.corpus_facts import FactTemplate
 def _paraphrase(
     fact: FactTemplate, *asks: str, to: str = "", route_to: str = "", about: str = ""
 ) -> FactTemplate:
-    """The same answers as `fact`, with other questions."""
+    """The same answers as `fact`, with different questions."""
     return FactTemplate(
         weight=fact.weight,
         answers=fact.answers,

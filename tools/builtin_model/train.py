@@ -118,7 +118,7 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
         loaded = load_file(start / "model.safetensors")
         weights = {name: jnp.asarray(array) for name, array in loaded.items()}
-        # rounds with other numbers have other corpora
+        # rounds with different numbers have different corpora
         rounds = tuple(enumerate(recipe.further_rounds, start=len(recipe.rounds)))
     else:
         tokenizer = train_tokenizer(
@@ -297,7 +297,7 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file atomically, so that a server that starts meanwhile never reads a partial
+    """Writes a file atomically, so that a server that starts in the meantime never reads a partial
     file."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(content)

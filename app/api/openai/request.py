@@ -246,7 +246,7 @@ def _build_common(
     scores = limit.resolve("prompt_logprobs", body.prompt_logprobs)
     if scores is not None and stream:
         raise invalid_request(
-            "prompt_logprobs", "prompt_logprobs cannot be streamed: leave out one of them"
+            "prompt_logprobs", "prompt_logprobs cannot be streamed: remove one of them"
         )
     ids = body.return_token_ids or False
     continuous_usage = options.continuous_usage_stats or False

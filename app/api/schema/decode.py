@@ -384,7 +384,7 @@ def decode_json(value: Raw) -> Any:
 
 def decode_object(value: Raw, param: str) -> dict[str, Any] | None:
     """Returns a free JSON object, or None for null. Its nesting depth is limited, so that recursion
-    is safe. Raises AppError(INVALID) for another type."""
+    is safe. Raises AppError(INVALID) for any other type."""
     decoded = decode_json(value)
     return None if decoded is None else as_mapping(decoded, param)
 

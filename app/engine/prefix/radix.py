@@ -205,10 +205,10 @@ def plan_checkpoints(
     are:
 
     - the first turn end, where all conversations with this system prompt diverge;
-    - the last five turn ends: the end of the prompt's messages, or the start of what an answer
-    changes, for the next turn of a tool loop; the end of the user's last message, after which a
-    template may leave out the reasoning; the end of the message before it, for an edited turn; and
-    the start of a temporary message;
+    - the last five turn ends: the end of the prompt's messages, or the start of the part that an
+    answer changes, for the next turn of a tool loop; the end of the user's last message, after
+    which a template may omit the reasoning; the end of the message before it, for an edited turn;
+    and the start of a temporary message;
     - the last eight of the other `stops`: another prompt may have a different image there, or
       different text after it;
     - `usable`, if it could not be restored, because other prompts diverge there as well;

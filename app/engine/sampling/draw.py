@@ -72,8 +72,8 @@ def select_method(sampling: SamplingParams, vocab: int) -> SamplingMethod:
 
 
 def _num_candidates(top_p: float, vocab: int) -> int:
-    """Returns the number of candidates to examine. Given that all previous candidates lie outside
-    the nucleus, the next candidate lies outside with a probability of at most 1 - p."""
+    """Returns the number of candidates to examine. Given that all previous candidates are outside
+    the nucleus, the next candidate is outside with a probability of at most 1 - p."""
     bits = -math.log2(1 - top_p)
     count = vocab if bits * vocab < _NUCLEUS_MISS_BITS else math.ceil(_NUCLEUS_MISS_BITS / bits)
     return (1 << max(count, _MIN_NUCLEUS_CANDIDATES).bit_length()) - 1
@@ -242,7 +242,7 @@ def topk(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 def _find_smallest(values: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """Returns the `count` smallest values of each row, in the order of their indices. Ties are
-    broken in favor of lower indices. The shapes are those of `topk`.
+    broken in favor of lower indices. The shapes are the same as for `topk`.
 
     The row is split into blocks. The `count` smallest values are all in the `count` blocks with the
     smallest minima. Most of the row is therefore read only once, to find the block minima.

@@ -32,8 +32,8 @@ def compute_logprobs(
     The maximum is subtracted before summing. Near 1e4, float32 has a resolution of 1e-3, so without
     the subtraction, every log probability would have an error of this size.
 
-    On the CPU, one operation of the kernels scores all rows. It sums probabilities in another order
-    than MLX, so the last bits differ.
+    On the CPU, one operation of the kernels scores all rows. It sums probabilities in a different
+    order than MLX, so the last bits differ.
     """
     if (ops := kernels.ops(logits)) is None:
         return compute_logprobs_with_mlx(logits, ids, count)

@@ -11,9 +11,9 @@ The stages run in the same order as in Ollama (x/mlxrunner/sample/sample.go of A
 Stages that mask tokens are applied between the two parts, so that no other stage can unmask these
 tokens. These are the last three stages, followed by the grammar mask.
 
-On the CPU, one operation of the kernels does all of this (`FusedBatch`). Only rows with another
-stage, which it does not include, use MLX's operations there. The operation draws the same tokens.
-Its sums are rounded in another order, so a token at the very edge of the nucleus may differ.
+On the CPU, one operation of the kernels does all of this (`FusedBatch`). There, only rows with a
+stage that it does not include use MLX's operations. The operation draws the same tokens. Its sums
+are rounded in a different order, so a token at the very edge of the nucleus may differ.
 
 The random numbers of a row depend only on its seed and on the number of tokens that it has sampled.
 With MLX's operations, rows are computed together only if they use the same method (`_GroupKey`).
@@ -64,7 +64,7 @@ def can_fuse(stages: Iterable[Stage]) -> bool:
 class FusedState:
     """The sampling state of one sequence while it is not in a `FusedBatch`. Penalties and bad words
     need the tokens of a row, the last of which may still be lazy. The kernel therefore gets them as
-    arrays, and counts them anew in each step.
+    arrays, and counts them again in each step.
 
     row: the settings for the operation.
     num_drawn: the number of tokens sampled since this object was created.

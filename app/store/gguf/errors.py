@@ -9,7 +9,7 @@ from models.gguf.reader import GGUFError, UnsupportedError
 
 class UnsupportedGGUFError(AppError):
     """The file has an architecture, a type of tensors or a tokenizer that is not supported. The
-    same model in another format may be."""
+    same model in a different format may be."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.MODEL_FILES, message)

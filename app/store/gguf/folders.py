@@ -57,7 +57,7 @@ def read(entry: GGUFFileEntry) -> ModelFiles:
 
 def list_files() -> Iterator[GGUFFileEntry]:
     """Yields the models in the folders. Folders that do not exist or cannot be read are empty, and
-    files whose name is not valid text are left out."""
+    files whose name is not valid text are skipped."""
     seen: set[str] = set()
     for source, folder, pattern in _list_folders():
         for path in sorted(itertools.islice(folder.glob(pattern), _MAX_FILES)):

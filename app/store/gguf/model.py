@@ -187,8 +187,8 @@ def get_base_name(path: Path) -> str:
 
 
 def find_in_folder(folder: Path) -> Path | None:
-    """Returns the GGUF file of a folder that contains one model in GGUF and none in another format.
-    Its projector does not count."""
+    """Returns the GGUF file of a folder that contains one model in GGUF and none in any other
+    format. Its projector does not count."""
     if (folder / "config.json").exists():
         return None
     found = [path for path in sorted(folder.glob(f"*{_SUFFIX}")) if is_model_file(path)]
@@ -196,7 +196,7 @@ def find_in_folder(folder: Path) -> Path | None:
 
 
 def is_model_file(path: Path) -> bool:
-    """Returns whether the name is that of a model, and not of a projector or of a later file of a
+    """Returns whether this is the name of a model, and not of a projector or a later file of a
     split model."""
     if reader.is_later_shard(path) or is_projector(path.name):
         return False
@@ -245,7 +245,7 @@ def _make_generation_config(vocabulary: Vocabulary) -> Json:
 
 
 def _get_text(file: GGUFFile, key: str) -> str:
-    """Returns a text to be shown, or "" if there is none or it is too long."""
+    """Returns text to be shown, or "" if there is none or it is too long."""
     value = file.metadata.get(key)
     return value if isinstance(value, str) and len(value) <= _MAX_TEXT_CHARACTERS else ""
 

@@ -1,11 +1,11 @@
-"""How a byte-level tokenizer of a GGUF file splits a text, by the name in `tokenizer.ggml.pre`.
+"""How a byte-level tokenizer of a GGUF file splits text, by the name in `tokenizer.ggml.pre`.
 
 Knows: the splitting rules of published tokenizers, as components of tokenizer.json. Must not know:
 vocabularies, files.
 
 The rules are those of the models' own tokenizer.json files (llama.cpp's comments in llama-vocab.cpp
-quote them), not llama.cpp's adaptations. A name that is not listed is rejected: with other rules,
-a tokenizer returns wrong tokens for some texts only, so the mistake would not be noticed.
+quote them), not llama.cpp's adaptations. A name that is not listed is rejected: with the wrong
+rules, a tokenizer returns wrong tokens only for some texts, so the mistake would not be noticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 
 Component = Mapping[str, Any]
 
-# maps bytes to characters; the second one also splits a text as GPT-2 does
+# maps bytes to characters; the second one also splits text as GPT-2 does
 BYTE_LEVEL: Component = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -195,8 +195,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "minimax-m2": _GPT4O,
     "kimi-k2": _KIMI,
     "tekken": _TEKKEN,
-    # of Pixtral and later models of Mistral, whose own rules are those of Tekken; llama.cpp uses
-    # those of Llama 3
+    # of Pixtral and later Mistral models, which use Tekken's rules; llama.cpp uses Llama 3's
     "pixtral": _TEKKEN,
     "smollm": _DIGITS_GPT2,
     "starcoder": _DIGITS_GPT2,

@@ -2,10 +2,10 @@
 
 Knows: the names under which projectors are published. Must not know: keys and tensors, pixels.
 
-A projector is beside the model's file and has `mmproj` in its name (`mmproj-model-f16.gguf`). In a
+A projector is next to the model's file and has `mmproj` in its name (`mmproj-model-f16.gguf`). In a
 folder with several models, the names of a model and its projector begin with the same text
 (`org_repository_model-Q4_K_M.gguf`, `org_repository_mmproj-model-f16.gguf`). The file of a model
-that Ollama's own converter wrote contains its tower, and is therefore its projector, too.
+that Ollama's own converter wrote contains its tower, and is therefore also its projector.
 """
 
 import logging
@@ -36,8 +36,8 @@ _TYPE = re.compile(r"(?<![A-Z0-9])(F16|BF16|F32|Q8_0)(?![A-Z0-9])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFiles:
-    """What a projector adds to a model. config: the config of the whole model. processor_config,
-    added_tokens: see `ModelFiles`."""
+    """The parts that a projector adds to a model. config: the config of the whole model.
+    processor_config, added_tokens: see `ModelFiles`."""
 
     file: GGUFFile
     config: Json
@@ -46,7 +46,7 @@ class VisionFiles:
 
 
 def is_projector(name: str) -> bool:
-    """Returns whether the name of a file is that of a projector."""
+    """Returns whether this is the name of a projector file."""
     return name.endswith(_SUFFIX) and _MARK in name.lower()
 
 

@@ -4,7 +4,8 @@ Knows: the turn markers of families that were published before chat templates we
 files. Must not know: Go templates, rendering.
 
 A family is recognized by its marker tokens. A file without known markers is rejected for chats,
-because models answer poorly with the markers of another family. It can still complete plain text.
+because models answer poorly with the markers of a different family. It can still complete plain
+text.
 """
 
 from collections.abc import Mapping

@@ -91,7 +91,7 @@ class Vocabulary:
         return value if 0 <= value < len(self.tokens) else None
 
     def list_end_tokens(self) -> list[int]:
-        """Returns the IDs of all tokens that end a text or a turn."""
+        """Returns the IDs of all tokens that end text or a turn."""
         named = (self.find_token(key) for key in _END_KEYS)
         marks = {
             token: id
@@ -131,7 +131,7 @@ class Vocabulary:
 
     @property
     def lowercases(self) -> bool:
-        """Whether a text is changed to lower case before it is split. If the file does not declare
+        """Whether text is converted to lower case before it is split. If the file does not declare
         it, the tokens show it: texts in lower case never need a token with a capital letter."""
         value = self.file.metadata.get(_PREFIX + "normalizer.lowercase")
         if isinstance(value, bool):
@@ -230,8 +230,8 @@ def _is_bracketed(token: str) -> bool:
 
 
 def build_tokenizer(vocabulary: Vocabulary) -> Mapping[str, Any]:
-    """Returns the content of a tokenizer.json. Raises AppError(MODEL_FILES), for example for an
-    unknown way to split a text."""
+    """Returns the content of a tokenizer.json. Raises AppError(MODEL_FILES), for example for
+    unknown rules to split text."""
     added = [
         {
             "id": id,

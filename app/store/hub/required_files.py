@@ -32,11 +32,11 @@ _CONFIG_FILES = frozenset(
 _EMBEDDING_FILES = re.compile(
     r"modules\.json|\d_Pooling/config\.json|\d_Dense/(config\.json|model\.safetensors)"
 )
-# named templates beside the default one, as transformers saves them
+# named templates next to the default one, as transformers saves them
 _TEMPLATE = re.compile(r"additional_chat_templates/\w[\w.-]*\.jinja", re.ASCII)
 # the formats that are preferred if a repository has a folder for each
 _PREFERRED_FORMATS = ("4bit", "mxfp4", "nvfp4", "8bit", "bf16")
-# the same weights in another layout (Mistral's own), and weights that are not a model
+# the same weights in a different layout (Mistral's own), and weights that are not a model
 _OTHER_WEIGHTS = re.compile(r"(consolidated|adapter)")
 _SAFE_NAME = re.compile(r"\w[\w.+ -]*", re.ASCII)
 

@@ -39,7 +39,7 @@ _THREADS = 8
 # the status of a response with the requested range of a file
 _PARTIAL_CONTENT = 206
 
-# broken connections after which a header is given up
+# the number of broken connections after which reading a header fails
 _MAX_FAILURES = 4
 
 # the largest header that safetensors accepts
@@ -83,7 +83,7 @@ def read_gguf_config(plan: DownloadPlan) -> Json:
 
 
 def _write_gguf_headers(plan: DownloadPlan, folder: Path) -> ModelFiles:
-    """The files of a plan are those of the model, then its projector."""
+    """The files of a plan are the model's, followed by its projector."""
     paths = [folder / Path(file.path).name for file in plan.files]
     projectors = [path for path in paths if is_projector(path.name)]
     with translate_hub_errors(plan.name), _name_repository(plan, folder):

@@ -46,7 +46,7 @@ class JsonLayout:
 
 
 class JsonFamily(MarkedFamily):
-    """A family of the table. The arguments are those of `ChatFamily` and `MarkedFamily`."""
+    """A family of the table. The arguments are the same as in `ChatFamily` and `MarkedFamily`."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ def _parse_call(reader: Reader, output: OutputBuilder) -> Resumable[CallOutcome]
     yield from reader.skip_space()
     if parts is None or (yield from reader.accept(_ARGUMENTS)) is None:
         return "none"
-    # an ID in another format than the template's is replaced
+    # an ID in a different format than the template's is replaced
     complete = parts["full"] and parts["index"]
     output.start_tool_call(parts["name"], id if complete else None)
     reader.release()

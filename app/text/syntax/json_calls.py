@@ -37,9 +37,9 @@ def parse_call_object(
     names: Collection[str] | None = None,
 ) -> Resumable[CallOutcome]:
     """Parses one call object, after optional white space. names: the names of the tools. An object
-    with another name or with other keys is not a call. None accepts any name. Nothing is added to
-    `output` before the name is known. The caller must hold the reader, and rewind it if the result
-    is "none"."""
+    with a different name or different keys is not a call. None accepts any name. Nothing is added
+    to `output` before the name is known. The caller must hold the reader, and rewind it if the
+    result is "none"."""
     call = _Call(reader, output, names)
     yield from reader.skip_space()
     if (yield from reader.accept("{")) is None:

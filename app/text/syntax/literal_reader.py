@@ -51,7 +51,7 @@ def convert_literal(text: str) -> str:
 
 
 def escape_json(text: str) -> str:
-    """Escapes a text for a JSON string, without adding quotes."""
+    """Escapes text for a JSON string, without adding quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

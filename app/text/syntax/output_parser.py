@@ -68,7 +68,7 @@ class OutputBuilder:
         *,
         calls_end_reasoning: bool = True,
     ) -> None:
-        """hidden: markers that are never part of a text. tags: the reasoning tags of the model.
+        """hidden: markers that are never part of the text. tags: the reasoning tags of the model.
         calls_end_reasoning: see `ChatFamily.build_parser`."""
         self.calls_end_reasoning = calls_end_reasoning
         self._parts: list[OutputPart] = []
@@ -76,7 +76,7 @@ class OutputBuilder:
         self._open = None if tags is None else tags.open.strip()
         self._close = None if tags is None else tags.close.strip()
         self._in_tags = False  # whether content is reasoning, because it is between tags
-        self._partial: tuple[_TextType, str, int] | None = None  # a text that may become a marker
+        self._partial: tuple[_TextType, str, int] | None = None  # text that may become a marker
         self._current_kind: _TextType | None = None
         self._after_marker = False  # whether the position is directly after a marker
         self._held_space: list[tuple[str, int]] = []  # consumed, but may be next to a marker
@@ -105,7 +105,7 @@ class OutputBuilder:
                     self.add_arguments(text)
 
     def hides(self, text: str) -> bool:
-        """Returns whether a text is removed."""
+        """Returns whether text is removed."""
         return text in self._hidden
 
     def hide(self, *markers: str) -> None:
@@ -150,7 +150,7 @@ class OutputBuilder:
         return parts
 
     def _filter(self, kind: _TextType, text: str, at: int) -> None:
-        """Adds a text without the hidden markers, and holds back an incomplete marker."""
+        """Adds text without the hidden markers, and holds back an incomplete marker."""
         if self._partial is not None:
             before, held, begin = self._partial
             if before is kind and begin + len(held) == at:
@@ -231,7 +231,7 @@ class OutputBuilder:
             self._held_space.append((text[len(stripped) :], at + len(stripped)))
 
     def _add_text(self, kind: _TextType, text: str, at: int) -> None:
-        """Adds a text that begins and ends without white space."""
+        """Adds text that begins and ends without white space."""
         if kind is Content and self._has_content:
             self._parts += (Content(text=space, at=begin) for space, begin in self._space_between)
         self._space_between.clear()
@@ -260,8 +260,8 @@ class OutputParser:
         tags: ReasoningTags | None = None,
         calls_end_reasoning: bool = True,
     ) -> None:
-        """parse: a parser that accepts and consumes any text. The other parameters are those of
-        `OutputBuilder`."""
+        """parse: a parser that accepts and consumes any text. The other parameters are the same as
+        in `OutputBuilder`."""
         self._reader = Reader()
         self._output = OutputBuilder(hidden, tags, calls_end_reasoning=calls_end_reasoning)
         self._parser = parse(self._reader, self._output)

@@ -32,7 +32,7 @@ inline i64 round_up_16(i64 n) { return (n + 15) / 16 * 16; }
 
 inline constexpr i64 kKeysPerBlock = 16;    // keys that all rows process before the next block
 inline constexpr i64 kValuesPerBlock = 64;  // the same for values
-// Keys of at most so many numbers per row are transposed.
+// Keys of at most this many numbers per row are transposed.
 inline constexpr i64 kMaxNumbersPerRow = 12;
 
 // The number of keys, or of registers of value columns, in a tile of `rows` rows.
@@ -277,7 +277,7 @@ inline float softmax_row(const AttentionTask& a, const Workspace& ws, i64 row, K
   // mask the hidden positions in the first and last vector
   for (float* s = first; s < from; s++) *s = minus_infinity;
   for (float* s = to; s < last; s++) *s = minus_infinity;
-  // the scale is positive and rounding is monotonic, so the largest product is that of the largest
+  // the scale is positive and rounding is monotonic, so the largest product belongs to the largest
   // score
   const float scale = a.softcap > 0 ? 1.0f : a.scale;
   V largest = set1(minus_infinity);

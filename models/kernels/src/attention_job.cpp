@@ -14,7 +14,7 @@ namespace {
 // enough queries, and at most the second one unless a single query has more.
 constexpr std::int64_t kMinRowsPerTask = 24, kMaxRowsPerTask = 128;
 // A task computes scores for all keys that its newest query sees, and attends row by row to keys
-// that not all queries see. With so many keys per row, this takes little time.
+// that not all queries see. With this many keys per row, this takes little time.
 constexpr std::int64_t kKeysPerRow = 24;
 // The most scores of a task, so that those of all threads stay in the last cache of a processor.
 constexpr std::int64_t kMaxScores = 1 << 20;

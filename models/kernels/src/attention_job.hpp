@@ -47,7 +47,7 @@ void attend(const AttentionJob& job, const View& q, const View& keys, const View
 void append_and_attend(const AttentionJob& job, const View& q, const View& k, const View& v,
                        const std::vector<KVBuffers>& buffers);
 
-// Computes attention to the positions in the buffers. The queries are those of the last positions.
+// Computes attention to the positions in the buffers. The queries belong to the last positions.
 void attend_shared(const AttentionJob& job, const View& q, const std::vector<KVBuffers>& buffers);
 
 }  // namespace mlxrunner

@@ -23,7 +23,7 @@ enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
  * TRANSPOSED: the matrix is stored [out, in]. */
 enum { MAX_GEMV_ROWS_PLAIN = 2, MAX_GEMV_ROWS_TRANSPOSED = 4 };
 
-/* A BLAS with 64-bit integers has another interface. models/cpu_backend.py does not open such a
+/* A BLAS with 64-bit integers has a different interface. models/cpu_backend.py does not open such a
  * BLAS. */
 typedef void sgemm_function(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float* a, int lda,

@@ -1,7 +1,7 @@
 // Dot products of quantized x and w in pairs of 16-bit integers, which every processor supports.
 //
 // Knows: words of kWordRows rows (simd_*.hpp). Must not know: scales, panels. int8_vnni.hpp
-// and int8_neon.hpp compute bit-identical results in another way.
+// and int8_neon.hpp compute bit-identical results differently.
 //
 // An integer of x with three planes is 256 * high + low, with low in [-128, 128). It is stored as
 // two 16-bit integers. A pair of integers takes 8 bytes:

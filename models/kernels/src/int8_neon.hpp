@@ -3,8 +3,8 @@
 //
 // Knows: words of kWordRows rows (simd_neon.hpp). Must not know: scales, panels.
 //
-// The bytes of an integer of x are those of int8_vnni.hpp. Sixteen integers take one register for
-// each plane:
+// The bytes of an integer of x are the same as in int8_vnni.hpp. Sixteen integers take one register
+// for each plane:
 //
 //   a…(16) b…(16) c…(16)
 //

@@ -141,7 +141,7 @@ struct Kernels {
 
   // Packs rows [from, to) of x [count, width] into out, which has a multiple of `input_block` rows
   // of this stride, aligned to 64 bytes. Blocks are packed independently: from is a multiple of
-  // input_block, and to is one, too, or is count.
+  // input_block, and so is to, unless it is count.
   std::int64_t (*input_block)(const Matrix&, std::int64_t count);
   void (*pack_input)(const Matrix&, const float* x, std::int64_t count, std::int64_t from,
                      std::int64_t to, float* out);
@@ -161,7 +161,7 @@ struct Kernels {
   std::int64_t (*reference_scratch)(const Matrix&, std::int64_t count);
 
   // The same for a bfloat16 matrix (matmul_bf16_tiles.hpp), including the last panel. The results
-  // are those of `matmul` only if bf16_on_tiles.
+  // equal those of `matmul` only if bf16_on_tiles.
   void (*bf16_tile_reference)(const Matrix&, const float* x, std::int64_t count, float* y,
                               float* scratch);
   std::int64_t (*bf16_tile_reference_scratch)(const Matrix&, std::int64_t count);

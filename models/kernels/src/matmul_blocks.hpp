@@ -4,10 +4,10 @@
 //
 // The K types multiply by their small scales as integers, if x has two bytes per number
 // (matmul_block_integers.hpp). Otherwise, the codes of a chunk become integers of 4 or 8 bits, and its
-// scales become float32. Then the products are those of matmul_quantized.hpp, in the same order: for
-// a few rows of x chunk by chunk, so that the integers stay in the first cache, and for many rows a
-// whole panel at a time. Scales and biases are exact in float32: their factors have at most 11 and 8
-// bits.
+// scales become float32. Then the products are the same as in matmul_quantized.hpp, in the same
+// order: for a few rows of x chunk by chunk, so that the integers stay in the first cache, and for
+// many rows a whole panel at a time. Scales and biases are exact in float32: their factors have at
+// most 11 and 8 bits.
 #pragma once
 
 #include "matmul_block_integers.hpp"

@@ -29,8 +29,8 @@ class Matmul {
   mx::array operator()(const mx::array& x) const;
 
   // Computes the same product by its definition, in plain C++, to test the kernels; with a bfloat16
-  // matrix, the product on tiles. Raises if the matrix has another format, if it is a stack, or if
-  // there is a bias.
+  // matrix, the product on tiles. Raises if the matrix has a different format, if it is a stack, or
+  // if there is a bias.
   mx::array multiply_by_reference(const mx::array& x) const;
 
   // Multiplies x [..., 1, in] by the matrices indices [..., k] of a stack. Returns [..., k, 1, out]

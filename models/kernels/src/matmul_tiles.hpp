@@ -13,10 +13,10 @@
 //
 // where a, b and c are the bytes of a number (int8_vnni.hpp).
 //
-// What limits the speed is the float32 work on the sums of each group: eight instructions for each
-// row of x and each panel, as many cycles as the products. Therefore the results are in registers
-// while the groups of a block are added, and the sums of a group are added while the tiles compute
-// the next ones.
+// The bottleneck is the float32 work on the sums of each group: eight instructions for each row of
+// x and each panel, as many cycles as the products. Therefore the results are in registers while
+// the groups of a block are added, and the sums of a group are added while the tiles compute the
+// next ones.
 #pragma once
 
 #include "matmul_quantized.hpp"

@@ -33,7 +33,7 @@ void add_bias(const SampleSettings& settings, float* logits) {
   }
 }
 
-// The operations and their order are those of app/engine/sampling/stages.py.
+// The operations and their order are the same as in app/engine/sampling/stages.py.
 float penalize(const SampleSettings& settings, float logit, std::int32_t count) {
   const float repeated = std::max(logit, 0.0f) / settings.repetition_penalty +
                          std::min(logit, 0.0f) * settings.repetition_penalty;

@@ -10,7 +10,7 @@
 
 namespace mlxrunner::ISA {
 
-#if defined(__AVX512VNNI__)  // a name of its own for isa_avx512_vnni.cpp
+#if defined(__AVX512VNNI__)  // a separate name for isa_avx512_vnni.cpp
 inline constexpr char kName[] = "avx512-vnni";
 #else
 inline constexpr char kName[] = "avx512";

@@ -1,4 +1,4 @@
-"""What the tests of this dialect send and read."""
+"""The requests and responses in the tests of this dialect."""
 
 import json
 from typing import Any

@@ -187,7 +187,7 @@ def test_the_model_is_named_as_in_the_request():
 
 
 def in_steps(script: Script, until: bytes, **settings: Any) -> bytes:
-    """What was sent when `until` came."""
+    """The output sent by the time `until` occurred."""
 
     async def run() -> bytes:
         app = build_fake_app(FakeGenerate(script), Settings(**settings))

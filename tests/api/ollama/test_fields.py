@@ -1,4 +1,4 @@
-"""What the server does with each field of Ollama's API, row by row (field_rows.json).
+"""The behavior of the server for each field of Ollama's API, row by row (field_rows.json).
 
 Ollama's clients send fields that this server does not know, and those are ignored. Therefore the
 rows must also list every field that Ollama documents.

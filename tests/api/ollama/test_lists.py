@@ -1,4 +1,4 @@
-"""What clients read of the models: strict readers, as schemas."""
+"""The fields that clients read from model lists: strict readers, as schemas."""
 
 import math
 import re

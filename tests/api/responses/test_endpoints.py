@@ -27,7 +27,7 @@ class Server:
     def __init__(
         self, script: Script | None = None, *, keys: Sequence[str] = (), **settings: Any
     ) -> None:
-        """keys: each is the name of a key, too."""
+        """keys: each is also the name of a key."""
         self.generate = FakeGenerate(script or (text("Hel"), text("lo"), finish()))
         keyring = Keyring(tuple(ApiKey(name=key, digest=hash_key(key)) for key in keys))
         self.app = build_fake_app(self.generate, Settings(**settings), keyring=keyring)

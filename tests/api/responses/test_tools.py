@@ -1,4 +1,4 @@
-"""Tools of /v1/responses: what the model sees of them, and which are left out."""
+"""Tools of /v1/responses: what the model sees of them, and which are omitted."""
 
 import json
 import re

@@ -94,7 +94,7 @@ class OurServerProcess(utils.ServerProcess):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def make_request(self, *arguments: Any, **options: Any) -> Any:
-        """As llama.cpp's, which reads names of headers in the case of its own server."""
+        """Like llama.cpp's, which reads header names in the case that its own server uses."""
         response = super().make_request(*arguments, **options)
         response.headers = CaseInsensitiveDict(response.headers)
         return response

@@ -23,7 +23,7 @@ Use = Callable[..., dict[str, Any]]
 
 
 class BrowserProcess:
-    """A browser that runs scenarios, each in a context of its own, until it fails to end one."""
+    """A browser that runs scenarios, each in a separate context, until it fails to end one."""
 
     def __init__(self, node: str, chrome: str) -> None:
         driver = Path(__file__).parent / "driver.mjs"

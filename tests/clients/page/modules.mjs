@@ -46,7 +46,7 @@ const checks = {
     return { kept: messages[0].images, sent: requestMessages(messages, "") };
   },
 
-  /** Whether a text that grows by each sign has the blocks of the same text at once. */
+  /** Whether text that grows by one character at a time has the same blocks as the complete text. */
   async growing() {
     const { GrowingMarkdown } = await load("markdown_blocks.js");
     const describe = ({ blocks }) => JSON.stringify(blocks.map(({ source, tokens }) =>
@@ -65,7 +65,7 @@ const checks = {
     return null;
   },
 
-  /** The content of all tokens of a text, and how many elements are nested in each other. */
+  /** The content of all tokens of the text, and the nesting depth of its elements. */
   async depth() {
     const { GrowingMarkdown } = await load("markdown_blocks.js");
     const text = `${"> ".repeat(500)}the end\n\n${Array.from({ length: 200 }, (_, level) => `${"  ".repeat(level)}- item${level}`).join("\n")}`;

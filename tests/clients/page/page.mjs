@@ -184,7 +184,7 @@ export const scenarios = {
     const typed = await tab.inputValue("#input");
     await ask("full speed");
     await ended(tab);
-    await other.locator(".message.assistant .figures").waitFor(); // the other tab has the end, too
+    await other.locator(".message.assistant .figures").waitFor(); // the other tab also has the end
     const equal = (await answer(tab)) === (await answer(other));
     await other.close();
     await tab.goForward();
@@ -241,7 +241,7 @@ export const scenarios = {
       results.push({ before, kept: length > 5, error: await tab.locator(".error:visible").count() });
     }
     const shown = await figures(tab);
-    // an edit ends the running answer; the next one can be stopped, too
+    // an edit ends the running answer; the next one can also be stopped
     await begin(tab, "Count.");
     await until(async () => (await answer(tab)).length > 5);
     await tab.getByRole("button", { name: "Edit" }).last().click();

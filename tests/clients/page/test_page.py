@@ -397,7 +397,7 @@ def test_the_page_works_with_the_keyboard_only(use_page: Use, server: ServerProc
 
 
 def test_an_open_engine_tab_does_not_delay_a_shutdown():
-    """The stream of events has no end of its own."""
+    """The stream of events does not end by itself."""
     with run_server("--drain", "1h") as server:
         url = f"{server.url}/v1/engine/events"
         with httpx.stream("GET", url, timeout=TIMEOUT) as stream:

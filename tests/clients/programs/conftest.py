@@ -23,7 +23,7 @@ from tests.clients.programs.scripted_server import (
 from tests.server_process import ROOT, TIMEOUT, ServerProcess, run_server
 from tests.waiting import wait_until
 
-# `make clients-latest` installs other versions in another folder
+# `make clients-latest` installs other versions in a different folder
 _LATEST = os.environ.get("TEST_PROGRAMS_FOLDER")
 MODULES = Path(_LATEST or Path(__file__).parent) / "node_modules"
 AIDER = (Path(_LATEST) / "venv" if _LATEST else ROOT / ".venv-aider") / "bin" / "aider"

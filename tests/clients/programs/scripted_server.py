@@ -123,8 +123,8 @@ def render_answer(thought: str, *parts: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the engine answers after a user's message with this marker: one text in each turn of
-    the model, the last one in all further turns. The reasoning of an answer is omitted if the
+    """The answers of the engine after a user's message with this marker: one text for each turn of
+    the model, and the last one for all later turns. The reasoning of an answer is omitted if the
     prompt turns it off."""
 
     marker: str

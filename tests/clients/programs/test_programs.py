@@ -2,7 +2,7 @@
 
 The first turn reads a file, the second one writes a file, the third one reads that file. The model
 thinks before each answer. The engine is scripted; everything else is real: the program, its tools,
-HTTP, the dialect, the chat template and the parsers. The command of the first turn is that of the
+HTTP, the dialect, the chat template and the parsers. The command of the first turn comes from the
 guide. tests/clients/test_conversations.py has such conversations for libraries.
 """
 

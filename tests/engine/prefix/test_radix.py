@@ -141,7 +141,7 @@ def test_a_running_conversation_holds_a_shared_prefix_once() -> None:
 
 @pytest.mark.parametrize("kinds", ["k", "kk", "kr"])
 def test_the_first_reuse_of_a_prefix_copies_only_what_follows_it(kinds: str) -> None:
-    """The answer to the same prompt, or the rest of another one, moves to a store of its own."""
+    """The answer to the same prompt, or the rest of another one, moves to a separate store."""
     cache = cache_of(kinds)
     prompt, answer = list(range(100)), list(range(500, 520))
     turn_ends = [len(prompt) - 1]

@@ -85,8 +85,8 @@ Batches = st.lists(
 def test_samples_do_not_depend_on_the_composition_of_batches(
     batches: list[tuple[list[str], int]],
 ) -> None:
-    """Each batch samples a few turns. A request may be in several batches, with other rows and at
-    another index, and be absent between them. Results are read at the end."""
+    """Each batch samples a few turns. A request may be in several batches, with other rows and at a
+    different index, and be absent between them. Results are read at the end."""
     states = {name: state_of(name) for name in SETTINGS}
     turn_of = dict.fromkeys(SETTINGS, 0)
     results: list[tuple[SamplerOutput, int, str, int]] = []

@@ -70,7 +70,7 @@ _TEXTS = (
 # and the seconds of the clock, which are many more on a busy machine
 MAX_SECONDS, MAX_CLOCK_SECONDS, MAX_ADDRESS_SPACE = 2.0, 120, 8 << 30
 
-# one of so many valid files is also opened, and its weights are read, which takes milliseconds
+# one of this many valid files is also opened, and its weights are read, which takes milliseconds
 OPENED = 8
 
 # the ways in which a tokenizer is stored
@@ -298,7 +298,7 @@ def mutate(sample: Sample, rng: random.Random) -> bytes:
 
 
 def _replace_part(entries: list[bytes], tensors: list[bytes], rng: random.Random) -> None:
-    """Replaces an entry or a tensor by a well-formed one with another value."""
+    """Replaces an entry or a tensor with a well-formed one that has a different value."""
     if rng.random() < 0.6 and entries:
         index = rng.randrange(len(entries))
         name = _read_name(entries[index])

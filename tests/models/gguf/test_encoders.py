@@ -31,8 +31,8 @@ Types = gguf.GGMLQuantizationType
 
 
 def compute(model: Encoder) -> np.ndarray:
-    """The mean of the hidden states of each input, or its score. The second segment is that of the
-    reference, except for a model with one segment."""
+    """The mean of the hidden states of each input, or its score. The second segment is the
+    reference's, except for a model with one segment."""
     tokens, segments = draw_inputs()
     lengths = [len(ids) for ids in tokens]
     table: Any = model

@@ -324,7 +324,7 @@ void check_scan(Draw& draw, Fingerprint& seen) {
   seen.see(state.data(), state.size());
 }
 
-// Stores rows of `width` numbers, and replaces the numbers by the rounded ones.
+// Stores rows of `width` numbers, and replaces the numbers with the rounded ones.
 void store(KVType type, Guarded<float>& numbers, std::int64_t width, Guarded<std::byte>& into) {
   const auto count = static_cast<std::size_t>(width);
   const auto bytes = static_cast<std::size_t>(kv_number_bytes(type));

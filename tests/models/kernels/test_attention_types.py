@@ -1,5 +1,5 @@
 """Attention to keys and values of 16 bits: new ones are rounded once, all queries see the rounded
-numbers, and the arithmetic is that of float32."""
+numbers, and the arithmetic is in float32."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def start_sequence(case: Case, capacity: int, dtype: mx.Dtype) -> Sequence:
 @TYPES
 @given(case=cases(), spare=st.integers(0, 9), data=st.data())
 def test_attention_has_the_bits_of_float32_with_the_rounded_numbers(dtype, case, spare, data):
-    """For any split into chunks, so a query sees the rounded keys of its own chunk, too."""
+    """For any split into chunks, so a query also sees the rounded keys of its own chunk."""
     row, parts = start_sequence(case, case.length + spare, dtype), []
     while row.end < case.length:
         parts.append(row.see(data.draw(st.integers(1, case.length - row.end))))

@@ -175,7 +175,7 @@ def test_a_gate_has_float32_precision_over_its_whole_range(kind):
     exact = activate_reference(kind, x)
     units = np.abs(out - exact) / np.spacing(np.abs(exact).astype(np.float32))
     assert units[x >= 0].max() <= 2
-    # where 1 + tanh and 1 + erf cancel, the error is that of the sum
+    # where 1 + tanh and 1 + erf cancel, the error is the sum's
     assert (np.abs(out - exact) <= 1.2e-7 * np.abs(x)).all()
     if kind == "silu":
         assert units.max() <= 3

@@ -187,7 +187,7 @@ def draw_row(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_stages_of_any_rows_draw_the_tokens_of_mlxs_operations(
     rows: list[dict[str, Any]], turns: list[int], masked: bool, seed: int
 ) -> None:
-    """The batch is built anew after each of the turns, and results are read at the end. Few logits
+    """The batch is rebuilt after each of the turns, and results are read at the end. Few logits
     differ, so many are equal."""
     rng = np.random.default_rng(seed)
     pairs = [(make_state(vocab=VOCAB, **row), make_mlx_state(vocab=VOCAB, **row)) for row in rows]

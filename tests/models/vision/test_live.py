@@ -1,7 +1,7 @@
 """Checkpoints that transformers has just saved, with all their tensors, and larger images.
 
-The environment of pytest lacks torch, so this runs by hand only, in that of `make parity`. All
-others compare with reference.json.
+The environment of pytest lacks torch, so this runs only manually, in the environment of `make
+parity`. All others compare with reference.json.
 """
 
 import json

@@ -147,7 +147,7 @@ def test_a_lost_rank_is_reported_by_name_and_once(
     assert group.wait_for_failure() == wait()[0]
     group.fail("something else")
     assert len(wait()) == len(exit_delays) == 1
-    # a later listener gets the reason, too
+    # a later listener also gets the reason
     assert listen_for_failure(group)() == wait()
 
 

@@ -27,7 +27,7 @@ def convert_folder(
     quantize: Callable[[str], Types | None] = lambda name: None,
     omit_last_token: bool = False,
 ) -> Path:
-    """Returns the path of the text model, beside which the projector is. folder: with a byte-level
+    """Returns the path of the text model; the projector is next to it. folder: with a byte-level
     tokenizer without merges. omit_last_token: whether the GGUF file lacks the last token."""
     config = json.loads((folder / "config.json").read_text())
     loaded: Any = mx.load(str(folder / "model.safetensors"))

@@ -179,7 +179,7 @@ def test_special_tokens_templates_and_sampling_are_read(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(files)
     assert tokenizer.bos_token_id == tiny.BOS
     assert tokenizer.encode("ab", add_special_tokens=True) == [tiny.BOS, tiny.VOCAB]
-    # a text that begins with BOS, such as a rendered template, gets no second one
+    # text that begins with BOS, such as a rendered template, gets no second one
     assert tokenizer.encode("<s>ab", add_special_tokens=True) == [tiny.BOS, tiny.VOCAB]
     assert find_model_stop_conditions(files, tokenizer).ids == {tiny.END}
     assert ChatTemplate(files).render([]) == "assistant: "

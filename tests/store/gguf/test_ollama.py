@@ -1,4 +1,4 @@
-"""GGUF models in Ollama's store: the layers beside the weights, and models made from them."""
+"""GGUF models in Ollama's store: the layers besides the weights, and models created from them."""
 
 import json
 from dataclasses import replace
@@ -121,7 +121,9 @@ def test_an_answer_of_mistrals_format_ends_with_the_end_token(
 def test_a_chat_without_a_known_template_is_rejected(ollama: OllamaStore, tmp_path: Path) -> None:
     go_template = ollama.layer("template", GO_TEMPLATE.encode())
     ollama.write("old", [layer(ollama, tmp_path, template=None), go_template])
-    with pytest.raises(AppError, match="only chat template of this model is in the Go format of Ollama"):
+    with pytest.raises(
+        AppError, match="only chat template of this model is in the Go format of Ollama"
+    ):
         ChatTemplate(store.find("old")).render([Message(role="user", content="Hi")])
 
 

@@ -1,5 +1,5 @@
 """A GGUF model with a projector processes images as the same model in a folder does. Projectors are
-found beside the model, in repositories and in Ollama's store, and are no models themselves."""
+found next to the model, in repositories and in Ollama's store, and are not models themselves."""
 
 import json
 import logging
@@ -300,7 +300,7 @@ def test_matrices_in_float16_give_the_logits_of_a_folder_with_such_matrices(tmp_
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """The file of a model, beside its projector."""
+    """The file of a model, next to its projector."""
     folder = write_folder("qwen3_vl", tmp_path / "folder")
     return convert("qwen3_vl", folder, tmp_path / "pair")
 

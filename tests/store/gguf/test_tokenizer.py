@@ -359,8 +359,8 @@ def test_unigrams_are_those_of_the_original_tokenizer(tmp_path, shared):
         add_bos_token=True,
     )
     ours = build(path)
-    # The table of characters, which is not in this file, changes all spaces to " ". A text with
-    # SentencePiece's own character for a space has other tokens in some conversions.
+    # The table of characters, which is not in this file, changes all spaces to " ". Text with
+    # SentencePiece's own character for a space has different tokens in some conversions.
     texts = [" ".join(text.replace("\u2581", "").split()) for text in read_texts(shared)]
     texts += ["  Alice  was   tired ", "   "]
     for text in texts:

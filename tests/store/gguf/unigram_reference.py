@@ -3,8 +3,8 @@ and its tokens for texts. It needs the package sentencepiece:
 
     python -m tests.store.gguf.unigram_reference CORPUS
 
-CORPUS: a text, of which 60,000 characters are used (alice_in_wonderland.txt). The table of
-characters has only a few of the rules of nmt_nfkc, so that the file is small.
+CORPUS: text, of which 60,000 characters are used (alice_in_wonderland.txt). The table of characters
+has only a few of the rules of nmt_nfkc, so that the file is small.
 """
 
 import base64

@@ -99,7 +99,7 @@ def random_chunks(text: str, *, times: int) -> Iterator[list[str]]:
 
 def find_gaps(text: str, pieces: Iterable[OutputPart]) -> list[str]:
     """The parts of the text that are neither content nor reasoning: markers, calls, and white space
-    beside them. Content and reasoning must be slices of the text, in order and without overlap."""
+    next to them. Content and reasoning must be slices of the text, in order and without overlap."""
     found: list[str] = []
     last = 0
     for piece in pieces:
@@ -139,7 +139,7 @@ def check_row(family: ChatFamily, row: Row) -> None:
 
 def _split_positions(row: Row) -> Sequence[int]:
     """The positions of splits: all, or a sample in a long output. Sources repeat outputs of other
-    sources; each repetition has other positions."""
+    sources; each repetition has different positions."""
     positions = range(1, len(row.output))
     if len(positions) <= MAX_SPLITS:
         return positions
@@ -174,7 +174,7 @@ def check_prose(
     family: ChatFamily, text: str, *, tools: Sequence[Tool], tags: ReasoningTags | None = None
 ) -> None:
     """A text without calls is all content. Only markers that can only be special tokens, and white
-    space beside them at the start and end, are removed."""
+    space next to them at the start and end, are removed."""
     pieces = check_text(family, text, tools=tools, tags=tags)
     assert all(isinstance(piece, Content) for piece in pieces)
     plain = remove_markers(family, text)

@@ -27,7 +27,7 @@ def add_default_tools(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def parse_calls(family: TaggedFamily, text: str, *, tools: Sequence[Tool] = TOOLS) -> list[Call]:
-    """The calls of a text without content."""
+    """The calls in text without content."""
     pieces = check_text(family, text, tools=tools)
     assert join_content(pieces) == ""
     return collect_calls(pieces)

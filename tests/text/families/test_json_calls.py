@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-# families with a file of their own, because they differ in more than the texts around calls
+# families with separate files, because they differ in more than the text around calls
 OTHERS = {"apriel", "gigachat", "granite"}
 
 

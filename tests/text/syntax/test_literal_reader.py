@@ -22,7 +22,7 @@ VALUES = st.recursive(
 
 
 def stream_literal(text: str, *marks: str) -> tuple[str, str, str | None]:
-    """The output, the rest and the mark of a text that is streamed by character."""
+    """The output, the rest and the mark of text that is streamed by character."""
     reader, pieces, mark = Reader(), list[str](), None
 
     def parse():

@@ -1,4 +1,4 @@
-"""Calls after a marker in a text."""
+"""Calls after a marker in the text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pieces of an answer, and white space beside markers."""
+"""Pieces of an answer, and white space next to markers."""
 
 import pytest
 from hypothesis import given

@@ -23,7 +23,7 @@ from tests.text.families.walking import Walk, arguments_of, check_walks, spell
 
 
 def convert(text):
-    """The JSON of the literal at the start of a text, whether it is complete, and the rest of the
+    """The JSON of the literal at the start of the text, whether it is complete, and the rest of the
     text, which is streamed by character."""
     reader, output = Reader(), []
     steps = parse_nested_value(PYTHON_NOTATION, reader, output.append)

@@ -15,7 +15,7 @@ MARKS = ("<a>", "<ab>", "<a", "b>", "\n\n")
 
 
 def run(chunks: Iterable[str], parse: Callable[[Reader], Resumable[Any]]) -> tuple[Any, str]:
-    """The result of the parser for a text in these chunks, and the rest of the text."""
+    """The result of the parser for text in these chunks, and the rest of the text."""
     reader = Reader()
     parser = parse(reader)
     try:

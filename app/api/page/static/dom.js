@@ -3,7 +3,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Creates an HTML element. attributes: `on…` are listeners, properties such as `value` are set as
- * properties, null and false are left out. children: nodes, strings, null. */
+ * properties, null and false are omitted. children: nodes, strings, null. */
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }

@@ -7,8 +7,8 @@ import { GrowingMarkdown } from "./markdown_blocks.js";
 import { renderMath } from "./math.js";
 
 /** Shows a text in `container`. Blocks that did not change keep their nodes, so that a streamed
- * answer costs only its last block, and a selection survives. complete: the text does not grow any
- * more; only then is its code highlighted. */
+ * answer costs only its last block, and a selection survives. complete: the text no longer grows;
+ * only then is its code highlighted. */
 export function renderMarkdown(container, text, { complete = true } = {}) {
   const shown = (container.markdown ??= { growing: new GrowingMarkdown(), blocks: [], complete });
   const { blocks, hasReferences } = shown.growing.parse(text, { complete });

@@ -122,7 +122,7 @@ export class MessageView {
     );
   }
 
-  /** Replaces the text by a field. What is typed is a draft until it is sent or cancelled. */
+  /** Replaces the text by a field. Typed text is a draft until it is sent or cancelled. */
   #edit() {
     const { actions } = this;
     if (this.form) return;

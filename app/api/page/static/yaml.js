@@ -237,7 +237,7 @@ function stripComment(text) {
   return text.trimEnd();
 }
 
-/** The number of brackets that are open at the end of a text. */
+/** The number of brackets that are open at the end of the text. */
 function depthOf(text) {
   let depth = 0;
   let quote = "";
