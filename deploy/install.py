@@ -87,7 +87,7 @@ class Installer:
         project = (*(("--editable",) if editable else ()), str(ROOT))
         options = ("--no-build-isolation", "--no-deps")
         command = self._uv_install + options + ("--reinstall",)
-        # uv expects the name in pyproject.toml, but the build for CUDA has another one
+        # uv expects the name in pyproject.toml, but the build for CUDA has a different one
         renamed = "MLXRUNNER_BUILD_FOR" in environ
         if self.uv and not renamed and self._try_uv(*command, *project, environ=environ):
             return

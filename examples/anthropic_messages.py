@@ -13,7 +13,7 @@ from anthropic import Anthropic, AsyncAnthropic
 os.environ.setdefault("ANTHROPIC_BASE_URL", "http://localhost:8080")
 os.environ.setdefault("ANTHROPIC_API_KEY", "any")  # required by the library, not by the server
 
-# the newest version of the library has no argument `temperature`
+# the newest version of the library has no `temperature` argument
 GREEDY: dict[str, Any] = {"max_tokens": 100, "extra_body": {"temperature": 0}}
 
 

@@ -27,7 +27,7 @@ def get_weather(city: str) -> str:
 
 
 def find_reasoning(message: AIMessage | AIMessageChunk) -> str:
-    """LangChain has one form of the blocks for all servers."""
+    """LangChain uses the same form of blocks for all servers."""
     return "".join(
         str(block.get("reasoning", ""))
         for block in message.content_blocks

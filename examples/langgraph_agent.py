@@ -1,4 +1,4 @@
-"""LangGraph: a graph of a model and its tools, with a memory, over both of OpenAI's APIs.
+"""LangGraph: a graph of a model and its tools, with memory, over both of OpenAI's APIs.
 
 pip install langgraph langchain-openai
 OPENAI_BASE_URL=http://localhost:8080/v1 python examples/langgraph_agent.py

@@ -1,4 +1,4 @@
-"""The command `llm`, with a file that configures this server.
+"""The `llm` command, with a file that configures this server.
 
     pip install llm
     OPENAI_BASE_URL=http://localhost:8080/v1 python examples/llm_command.py

@@ -28,7 +28,7 @@ def main() -> None:
     assert answer.usage
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
-    # The same response as a stream. The last chunk has no choice and has the token counts.
+    # The same response as a stream. The last chunk has no choices and contains the token counts.
     pieces: list[str] = []
     usage = None
     for chunk in client.chat.completions.create(

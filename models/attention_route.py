@@ -8,7 +8,7 @@ grow with the context. Such attention is computed in pieces: for some of the hea
 the queries of one head. At most two pieces are in flight (models/attention_pieces.py). The models
 and the memory ledger use the same functions.
 
-The shapes were read in MLX's source: mlx/fast.cpp at commit 0017d3c (the unfused operations),
+The shapes come from MLX's source: mlx/fast.cpp at commit 0017d3c (the unfused operations),
 mlx/backend/metal/scaled_dot_product_attention.cpp at 00703ea, and
 mlx/backend/cuda/scaled_dot_product_attention.cpp at 0569a18 and .cu at 08be80b. They are the newest
 stored versions near 0.32.4, the version that requirements/ pins. No GPU was

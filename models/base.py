@@ -96,7 +96,7 @@ class Model(Protocol):
         sequences, the batches built from their caches by `LayerCache.make_batch`. Layers use both
         in the same way.
         select: the positions that the caller needs. The last layer computes its MLP only for them.
-        If each operation is batch-invariant, this does not change a bit of the result.
+        If each operation is batch-invariant, this does not change the bits of the result.
         images: the image rows among the tokens, for a chunk of one sequence, if the model has
         `image_rules`. The tokens of these rows are 0 (`models.image_inputs.to_model_ids`).
         """

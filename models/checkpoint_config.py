@@ -1,4 +1,5 @@
-"""Facts about a checkpoint that config.json gives without MLX: its text model, its support.
+"""Facts about a checkpoint that can be read from config.json without MLX: its text model, and
+whether it is supported.
 
 Knows: the keys of config.json, the names of our architectures. Must not know: tensors, MLX.
 Commands that list models import this module, and not MLX.

@@ -29,7 +29,8 @@ from models.sharding import REPLICATED, ShardSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config(decoder.Config):
     """The keys of config.json that this architecture reads. rms_norm_eps: 0 for layer norms with
-    `layer_norm_eps`. num_shared_experts: their number, as the factor of the width of one."""
+    `layer_norm_eps`. num_shared_experts: the number of shared experts, which are one MLP of this
+    many times the width."""
 
     num_experts: int
     num_experts_per_tok: int

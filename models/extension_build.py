@@ -1,13 +1,13 @@
-"""The identity of the compiled extension, which is constant during the life of a server.
+"""The identity of the compiled extension, which is constant during the lifetime of a server.
 
 Knows: the files that the build of models/kernels installs. Must not know: MLX, operations.
 
-The extension changes the bits of logits. A server starts model processes during its whole life:
+The extension changes the bits of logits. A server starts model processes throughout its lifetime:
 when it loads a model, and when it replaces a process. If `make` compiles the kernels in the
 meantime, a later process would compute with different kernels than an earlier one. Therefore the
 server pins the identity, and its model processes compare. If the server was started without the
-extension, they do not use it. If the files differ, the process ends with an error that says to
-restart the server.
+extension, they do not use it. If the files differ, the process exits with an error that asks for a
+restart of the server.
 """
 
 import hashlib

@@ -8,7 +8,7 @@ positions divides by products of gates that may be zero. This kernel launches on
 quotients. A SIMD group keeps one row of the state in registers: each of its 32 lanes has every 32nd
 key dimension. mlx-lm computes prompts with the same division of work.
 
-No Metal was available: tests/models/test_gated_delta_metal.py compiles the source as C++ and
+No Metal device was available: tests/models/test_gated_delta_metal.py compiles the source as C++ and
 compares it with the formulas. A model therefore uses the kernel only after `find_fault` compared it
 with the plain operations on the device.
 """

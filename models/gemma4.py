@@ -9,8 +9,8 @@ Differences from Gemma 3:
 - Full attention layers have wider heads, fewer key heads, and proportional rope. If
   `attention_k_eq_v`, their values are their keys before norm and rotation.
 - The last `num_kv_shared_layers` layers have no keys and values. They attend to those of the last
-  layer of the same type that has some. These layers do not affect any cache, so of a prompt they
-  compute only the positions that the caller needs.
+  layer of the same type that has some. These layers do not affect any cache, so they compute only
+  the positions of a prompt that the caller needs.
 - A layer's output is multiplied by a number. In small models, it first adds a vector that depends
   on the token and on the layer (per-layer embeddings). In one model, a mixture of experts runs in
   parallel with the MLP.

@@ -9,10 +9,10 @@ run.
 
 Linear layers, experts and norms are replaced by ours, and the attention is computed by our caches
 (models/mlx_lm_cache.py) where the class permits it. A trial, whose forward passes are never
-evaluated, finds this out, because a class may do anything with what it gets from a cache. The rows
-of a batch share a pass if the class can compute a batch, and if this does not change a bit on a
-CPU; otherwise they are computed one by one. Context shift is not supported, because it would need
-to know how a class rotates its keys.
+evaluated, finds this out, because a class may do anything with the output of a cache. The rows of a
+batch share a pass if the class can compute a batch, and if this does not change a bit on a CPU;
+otherwise they are computed one by one. Context shift is not supported, because it would need to
+know how a class rotates its keys.
 """
 
 import ast
@@ -405,7 +405,7 @@ def _subclass_model(classes: _ModelClasses, heads: int, window: int | None, *, t
         def _run_trial(self) -> _Trial:
             self.make_kv()
             traits = self._traits or ()
-            # the source text says that a pass would be evaluated
+            # the source text shows that a pass would be evaluated
             if classes.keys.reads("item", "tolist", "eval"):
                 return _Trial(traits, selects=False, batches=False)
             for trait in traits:

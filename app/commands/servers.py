@@ -413,7 +413,7 @@ class LaunchedServer:
 
     def wait_until_ready(self, url: str, report: Callable[[int], None] | None = None) -> None:
         """Returns when the server has loaded its model. The server itself aborts a
-        load that makes no progress. report: gets the progress of the load in percent. Raises
+        load that makes no progress. report: receives the progress of the load in percent. Raises
         AppError(ENGINE) if the server exits."""
         while True:
             self._check_running()

@@ -75,7 +75,7 @@ def get_width(descriptor: int) -> int:
 
 def wrap_words(text: str, stream: TextIO) -> str:
     """Breaks lines that are wider than the terminal at words, and indents the lines that follow.
-    A text in backticks stays whole. In a pipe or a file, the text remains unchanged."""
+    Text in backticks is not broken. In a pipe or a file, the text remains unchanged."""
     if not stream.isatty():
         return text
     try:

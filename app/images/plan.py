@@ -1,4 +1,4 @@
-"""The plan of an image: the pixels that a vision tower gets, and the text of the image tokens.
+"""The plan of an image: the pixels that a vision tower receives, and the text of the image tokens.
 
 Knows: sizes in pixels, resampling filters, the digest that identifies the rows of an image.
 Must not know: codecs, pixels, model families, token IDs.
@@ -59,11 +59,12 @@ class Tile:
 class ImagePlan:
     """The input of the vision tower and the prompt for one image.
 
-    tiles: in the order in which the tower gets them. grid: the rows and columns of image tokens,
-    num_tokens in total; for an image in several tiles, the number of tiles and the tokens of each,
-    or (1, num_tokens) if these differ. text: replaces the template's mark (`ImageProcessor.mark`).
-    token: the text of the image token, of which `text` contains num_tokens. Other tokens of `text`,
-    such as line breaks, are ordinary tokens. version: see `ImageProcessor`.
+    tiles: in the order in which the tower receives them. grid: the rows and columns of image
+    tokens, num_tokens in total; for an image in several tiles, the number of tiles and the tokens
+    of each, or (1, num_tokens) if these differ. text: replaces the template's mark
+    (`ImageProcessor.mark`). token: the text of the image token, of which `text` contains
+    num_tokens. Other tokens of `text`, such as line breaks, are ordinary tokens. version: see
+    `ImageProcessor`.
     """
 
     tiles: tuple[Tile, ...]

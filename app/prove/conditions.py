@@ -28,7 +28,7 @@ _MEMORY_SHARES = (0.75, 0.6, 0.9)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
     """The answers under a condition, by job ID. detail: what happened, with numbers. answers: None
-    if the condition could not be created, and detail then says why."""
+    if the condition could not be created, and detail then gives the reason."""
 
     answers: Mapping[str, Answer] | None
     detail: str
@@ -51,9 +51,9 @@ class ProofModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
     """A condition. name: in the report. cause: the part of the engine that it adds to the
-    reference. run: gets the chains of jobs. changes_chunks: whether prompts are split at different
-    positions, which changes the bits of a model that is exact only due to `--exact`. uses_long:
-    whether it runs the long answers, instead of the conversations."""
+    reference. run: receives the chains of jobs. changes_chunks: whether prompts are split at
+    different positions, which changes the bits of a model that is exact only due to `--exact`.
+    uses_long: whether it runs the long answers, instead of the conversations."""
 
     name: str
     cause: str

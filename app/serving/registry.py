@@ -101,7 +101,7 @@ class ModelRegistry:
         """Raises AppError(INVALID) for two models with the same name, and then changes nothing."""
         before, after = self._startup_models, _index_by_name(entries, defaults)
         self._startup_models = after
-        # The adapters of a model that a reload changes or removes are as the reload says.
+        # If a reload changes or removes a model's adapters, the reload takes precedence.
         self._adapters = {
             name: adapters
             for name, adapters in self._adapters.items()

@@ -372,7 +372,7 @@ def is_builtin(files: ModelFiles) -> bool:
 
 def _read_builtin() -> ModelFiles:
     files = hf_folder.read(_builtin_folder(), name=BUILTIN)
-    # its config has everything that other models get from their architectures
+    # its config contains all values that other models take from their architectures
     return replace(files, max_positions=int(files.config["max_position_embeddings"]))
 
 

@@ -2,8 +2,8 @@
 
 Knows: the location of LM Studio's folder. Must not know: the network, the contents of a model.
 
-LM Studio keeps its files in ~/.lmstudio, or where ~/.lmstudio-home-pointer says; before version
-0.3.5 in ~/.cache/lm-studio.
+LM Studio keeps its files in ~/.lmstudio, or in the folder named by ~/.lmstudio-home-pointer; before
+version 0.3.5 in ~/.cache/lm-studio.
 """
 
 import os
@@ -29,7 +29,7 @@ class LMStudioModel:
 
 def find_folder(name: HubName) -> Path | None:
     """Returns the folder of a model with safetensors files, or None. A name with a revision is
-    never found, because LM Studio does not record it, and neither is one of a GGUF file."""
+    never found, because LM Studio does not record it; neither is the name of a GGUF file."""
     if name.revision is not None or name.quantization is not None:
         return None
     for models in list_model_folders():

@@ -1,8 +1,8 @@
 # A Homebrew formula for a tap: untested, because it was written without a machine that has Homebrew.
 #
 # The release workflow (../workflows/release.yml) runs formula.py, which fills in `url` and `sha256`,
-# and attaches the result to the release. There are no resources: the archive has a lock with the
-# hashes of all packages, and deploy/install.py installs exactly these, as `make` does.
+# and attaches the result to the release. There are no resources: the archive contains a lock with
+# the hashes of all packages, and deploy/install.py installs exactly these, as `make` does.
 class Mlxrunner < Formula
   desc "Server for language models on MLX, compatible with OpenAI, Anthropic and Ollama"
   homepage "https://github.com/OWNER/mlxrunner"

@@ -10,8 +10,8 @@ the `__init__` of that folder. It puts the folder first on `sys.path`, so no imp
 changes. openapi.yaml, which the server serves, is next to them, as in the source tree. Editable
 installs and sdists come from the upstream backend unchanged.
 
-The environment variable MLXRUNNER_BUILD_FOR selects another wheel than that of this machine. Both
-are without kernels (models/kernels/CMakeLists.txt) and for every Python:
+The environment variable MLXRUNNER_BUILD_FOR selects a wheel for a different target than this
+machine. Both are without kernels (models/kernels/CMakeLists.txt) and for every Python:
 
 - `macos` builds a wheel with the tag of MLX's own wheels for macOS. With the tag `any`, it would
   also be installed on Linux with a Python that has no wheel with kernels.

@@ -9,7 +9,7 @@ import { generateText, stepCountIs, streamText, tool } from "ai";
 import { createOllama } from "ollama-ai-provider-v2";
 import { z } from "zod";
 
-// The provider does not send the thinking back, with a warning. The server restores it.
+// The provider does not send the thinking back, and prints a warning. The server restores it.
 globalThis.AI_SDK_LOG_WARNINGS = false;
 
 const host = process.env.OLLAMA_HOST ?? "http://localhost:8080";

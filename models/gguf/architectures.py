@@ -29,7 +29,7 @@ _NOT_ROTATED = 1e29
 
 CONFIG_TENSORS = (_ROPE_FREQS, _ROPE_LONG, "rope_factors_short.weight")
 
-# the dense layers that follow the pooling of an encoder, in order: they are no part of the model
+# the dense layers that follow the pooling of an encoder, in order: they are not part of the model
 DENSE_TENSORS = ("dense_2.weight", "dense_3.weight")
 
 _NAMES: Mapping[str, str] = {
@@ -208,7 +208,7 @@ _MLA_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """An architecture of llama.cpp and what is different from Llama.
+    """An architecture of llama.cpp and its differences from Llama.
 
     read_config: returns the keys of config.json besides the common ones, including model_type.
     names: the names of tensors of a layer without `blk.N.` and the part (`.weight`), and their

@@ -111,7 +111,7 @@ _LAYERS: Mapping[type, type[GgufLayer]] = {
 def replace_with_gguf_layers(
     model: nn.Module, weights: dict[str, mx.array], stored: Sequence[StoredBlocks]
 ) -> bool:
-    """Replaces layers by layers with blocks, and their weights by blocks, both in place. Returns
+    """Replaces layers with layers of blocks, and their weights with blocks, both in place. Returns
     whether there are any. A weight is replaced if it is the weight of a `StoredBlocks` itself;
     weights that were computed from such weights, and those of other layers, are kept. Raises
     ModelError for rows that do not consist of blocks."""

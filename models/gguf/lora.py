@@ -77,5 +77,5 @@ def _pair(layer: str, both: Mapping[str, mx.array], alpha: float) -> LoraFactors
             f"the factors of {layer} have the shapes {list(a.shape)} and {list(b.shape)}, which do "
             "not match"
         )
-    # llama.cpp takes an alpha of 0 for "not given"
+    # llama.cpp treats an alpha of 0 as "not given"
     return LoraFactors(a=a, b=b, scale=alpha / a.shape[0] if alpha else 1.0)

@@ -41,7 +41,7 @@ _FULL_ATTENTION_INTERVAL = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tower:
     """How the towers of one of Ollama's architectures differ. type: the projector's. blocks: the
-    modules of a block, and llama.cpp's names of them. others: the same for other modules, or for
+    modules of a block, and llama.cpp's names for them. others: the same for other modules, or for
     complete names of tensors. complete: returns keys without `clip.` that are not those of the
     tower in the file."""
 

@@ -4,8 +4,8 @@ Knows: the names of architectures, keys and tensors that differ (ollama/ollama, 
 llama/compat/), and the tensors of vision towers and other modules in the same file. Must not know:
 our configs, MLX, the values of tensors.
 
-Ollama's engine had its own names for some models, with which many files of its library are stored.
-A file of llama.cpp is returned as it is, apart from the tensors of other modules.
+Ollama's engine had its own names for some models, which many files in its library still use. A file
+of llama.cpp is returned as it is, apart from the tensors of other modules.
 """
 
 import struct
@@ -19,7 +19,7 @@ from models.gguf.reader import Array, GGUFFile, GGUFTensor, Value
 _ARCHITECTURE, _PRE = "general.architecture", "tokenizer.ggml.pre"
 _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 
-# the first part of the names of tensors that are not of the language model
+# the first part of the names of tensors that do not belong to the language model
 _MODULES: Mapping[str, str] = {
     "v.": "vision tower",
     "model.vision_tower.": "vision tower",
@@ -29,7 +29,7 @@ _MODULES: Mapping[str, str] = {
     "mtp.": "layers for multi-token prediction",
 }
 
-# the contexts from which on a Gemma 3 has scaled rotary frequencies, although no key has the factor
+# the context lengths from which Gemma 3 scales rotary frequencies, although no key gives the factor
 _GEMMA3_CONTEXT, _GEMMA3_FACTOR = 131_072, 8.0
 
 # the token IDs of Llama 3 in files that do not name the rules for splitting text
@@ -39,9 +39,9 @@ _LLAMA3_TOKENS: Mapping[int, bytes] = {128006: b"<|start_header_id|>", 128009: b
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
     """How the files of one of Ollama's architectures differ. name: llama.cpp's name of the
-    architecture. keys: keys without the architecture, and llama.cpp's names of them. tensors: parts
-    of the names of tensors, and what replaces them. pre: the rules for splitting texts; where the
-    file has other ones, they are wrong."""
+    architecture. keys: keys without the architecture, and llama.cpp's names for them. tensors:
+    parts of the names of tensors, and what replaces them. pre: the rules for splitting text; if the
+    file has different ones, those are wrong."""
 
     name: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -223,7 +223,7 @@ def _make_sections(numbers: Sequence[int]) -> Array:
 
 
 def _find_rules(metadata: Mapping[str, Value]) -> Mapping[str, Value]:
-    """Returns the rules for splitting texts of a model that has no others, if the file does not
+    """Returns the rules for splitting text for a model that has no others, if the file does not
     name them."""
     if metadata.get(_TOKENIZER) != "gpt2":
         return {}

@@ -135,7 +135,7 @@ class Projector:
         their module on the hub. Entries with a part are complete names of parameters. block_parent:
         precedes them; "{}" is the number of the block. other_names: of other tensors.
     image_token: the image token, if llama.cpp's converter omits it from the vocabulary.
-    has_deepstack: whether the text model may get the output of some blocks, too (DeepStack).
+    has_deepstack: whether the text model may also get the output of some blocks (DeepStack).
     swaps_mlps: whether early files have the two layers of an MLP under each other's names.
     rotates_pairs: see `models.gguf.architectures.Architecture`.
     channels_last: parameters whose values have the channels of a pixel last on the hub, but first
@@ -342,7 +342,7 @@ def _describe_idefics3(metadata: Metadata) -> Described:
 
 
 def _describe_lfm2(metadata: Metadata) -> Described:
-    """The file has the size of the table of positions, and not that of images."""
+    """The file contains the size of the position table, not the image size."""
     vision = {
         **_describe_siglip(metadata),
         "num_patches": _shape(metadata, "v.position_embd.weight")[0],
@@ -399,7 +399,7 @@ def _describe_qwen_sizes(metadata: Metadata) -> Config:
 
 
 def _describe_qwen2(metadata: Metadata) -> Described:
-    """The converter writes another size, or 0, as the width of the MLPs."""
+    """The converter writes a different size, or 0, as the width of the MLPs."""
     width = _positive(metadata, "vision.embedding_length")
     rows, columns = _shape(metadata, "v.blk.0.ffn_up.weight")
     vision = {

@@ -6,8 +6,8 @@ tensors, MLX.
     "GGUF" | version | counts | keys and values | names, shapes, types, offsets of tensors | data
 
 The header is hostile input: each count and length is compared with the size of the file and with a
-limit before anything of that size is allocated or iterated. The header is validated such that code
-that reads the tensors can rely on it: each tensor lies in the file and overlaps no other tensor.
+limit before anything of that size is allocated or iterated. The header is validated, so that code
+that reads the tensors can rely on it: each tensor is inside the file and overlaps no other tensor.
 Strings in arrays are decoded on demand, because a vocabulary has hundreds of thousands.
 """
 
@@ -116,7 +116,7 @@ class Array:
 
 
 class UnsupportedError(GGUFError):
-    """The file is valid, but it has something that is not supported."""
+    """The file is valid, but it uses an unsupported feature."""
 
 
 Value = int | float | bool | str | Array
@@ -343,7 +343,7 @@ def _parse_start(
 
 
 class _NeedsMoreError(Exception):
-    """The header continues behind the bytes that were read. end: the offset of the end of the part
+    """The header continues after the bytes that were read. end: the offset of the end of the part
     that is needed next."""
 
     def __init__(self, what: str, end: int) -> None:
@@ -451,7 +451,7 @@ class _Parser:
         return Array(kind=name, count=count, data=self._view[start : self._offset])
 
     def _skip_strings(self, count: int, what: str) -> None:
-        """Moves behind `count` strings, in a tight loop because vocabularies are large."""
+        """Moves past `count` strings, in a tight loop because vocabularies are large."""
         data, offset, end, unpack = self._data, self._offset, len(self._data), _LENGTH.unpack_from
         for _ in range(count):
             if offset + 8 > end:

@@ -88,7 +88,7 @@ def _load_extension() -> tuple[Any, bool, str | None]:
     if not extension_build.may_use(os.environ, current=extension_build.IDENTITY):
         return None, False, extension_build.BUILT_LATER
     try:
-        # `from models.kernels` would raise another error while the package is being imported
+        # `from models.kernels` would raise a different error while the package is being imported
         import models.kernels._kernels as found
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}._kernels":

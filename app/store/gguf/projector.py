@@ -80,8 +80,8 @@ def read_vision(
     projectors: Iterable[Path], text: Mapping[str, Any], vocabulary: Vocabulary
 ) -> VisionFiles | None:
     """Reads the first projector that fits the model. text: the config of the text model. Returns
-    None if there is none. A projector that cannot be used costs only the images: a line of the log
-    says why."""
+    None if there is none. If a projector cannot be used, only images are unavailable, and a log
+    line gives the reason."""
     for path in projectors:
         try:
             file = read_projector(path)

@@ -94,8 +94,8 @@ inline mx::array contiguous_rows(const mx::array& a) {
 
 inline void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
 
-// Allocates memory that begins at a cache line, for matrices. MLX's buffers begin 8 or 24 bytes behind
-// one, so each load of 64 bytes would read two lines.
+// Allocates memory that begins at a cache line, for matrices. MLX's buffers begin 8 or 24 bytes
+// after one, so each load of 64 bytes would read two lines.
 inline void allocate_aligned(mx::array& out) {
   out.set_data(mx::allocator::malloc(out.nbytes() + kCacheLine));
   const auto padding = -reinterpret_cast<std::uintptr_t>(out.data<char>()) % kCacheLine;

@@ -12,8 +12,8 @@
 //   small scales                  one byte or one float16 per group; then the same for the minima
 //   d, dmin                       float16, the K types only, per chunk
 //
-// Codes are stored in fours, one per byte of a word: the first four in the lowest bits of the bytes,
-// the next four in the bits above, and so on. 4 bits therefore have the layout of
+// Codes are stored in groups of four, one per byte of a word: the first four in the lowest bits of
+// the bytes, the next four in the bits above, and so on. 4-bit codes therefore have the layout of
 // matmul_quantized.hpp.
 #pragma once
 

@@ -1,5 +1,6 @@
 // The dialog for models: download, load, unload, keep loaded, delete, and the defaults of each.
-// The server allows this for admin keys, and downloads with --installed only; its errors say so.
+// The server allows this only for admin keys, and downloads only with --installed; its errors
+// explain this.
 
 import { api, ApiError } from "./api.js";
 import { announce, byId, h } from "./dom.js";
@@ -129,7 +130,7 @@ class ModelManager {
       this.#buildDefaults(model.id));
   }
 
-  /** Runs an action, and says its error. Nothing else changes if it fails. */
+  /** Runs an action, and shows its error. Nothing else changes if it fails. */
   async #act(run) {
     this.#say("");
     try {
