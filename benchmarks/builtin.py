@@ -1,4 +1,4 @@
-"""A client with which `tools.builtin_model.evaluate` evaluates the built-in model over HTTP.
+"""A client that `tools.builtin_model.evaluate` uses to evaluate the built-in model over HTTP.
 
 `make bench ARGS=builtin` runs it on the held-out questions.
 """

@@ -54,8 +54,8 @@ GRAMMARS: Mapping[str, Grammar | None] = {
 
 @dataclass(frozen=True, slots=True)
 class _GrammarTiming:
-    """rate: tokens per second. work: CPU milliseconds per token on all cores, on which other
-    programs have less influence."""
+    """rate: tokens per second. work: CPU milliseconds per token on all cores, which other programs
+    affect less."""
 
     rate: float
     work: float

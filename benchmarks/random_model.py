@@ -98,8 +98,7 @@ def load(folder: Path) -> Model:
 
 
 def make_tokenizer(size: int) -> Tokenizer:
-    """Bytes first, then artificial words, to which ids decode but which texts are not split
-    into."""
+    """Bytes first, then artificial words, which ids decode to but text is never split into."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate(alphabet)}
     vocab |= {f"\u0120w{i}": i for i in range(len(alphabet), size)}

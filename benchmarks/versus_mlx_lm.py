@@ -165,7 +165,7 @@ def make_joining_scenario(length: int) -> Scenario:
 
 
 def _excess_seconds(stream: Stream, start: float, end: float, step: float) -> float:
-    """Seconds by which the gaps within [start, end] exceed steps of length `step`."""
+    """The number of seconds by which the gaps within [start, end] exceed steps of length `step`."""
     gaps = stream.gaps(start, end)
     return sum(gaps) - len(gaps) * step
 

@@ -67,7 +67,7 @@ def main() -> None:
         assert len(asked) == 2
         assert turn["messages"][-1].usage_metadata["output_tokens"] > 0
 
-        # Streamed: the chunks of the messages of every node.
+        # Streamed: message chunks from every node.
         fresh = {"configurable": {"thread_id": "two"}}
         question = {"messages": [("user", "Does it rain in Oslo?")]}
         pieces = list(app.stream(question, fresh, stream_mode="messages"))

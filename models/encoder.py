@@ -34,8 +34,8 @@ _UNUSED_SUFFIXES = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
 
 
 class Encoder(nn.Module):
-    """The base class of encoders. It implements `models.base.Model`, with which the engine measures
-    memory. It has no layer caches.
+    """The base class of encoders. It implements `models.base.Model`, which the engine uses to
+    measure memory. It has no layer caches.
 
     num_scores: the number of scores that `score` returns; 0 if the checkpoint has no head for them.
     """

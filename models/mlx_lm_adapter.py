@@ -220,8 +220,8 @@ def _build_model(
 
 
 def _replace_layers(model: nn.Module) -> None:
-    """Replaces layers of mlx-lm and MLX by ours, for which the CPU has kernels. Their parameters
-    have the same names."""
+    """Replaces layers of mlx-lm and MLX with ours, which have CPU kernels. Their parameters have
+    the same names."""
     from mlx_lm.models.switch_layers import SwitchLinear
 
     def replace(_: str, layer: Any) -> Any:

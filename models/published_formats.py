@@ -79,7 +79,7 @@ _ACTIVATION_SCALES = (
 # parts that a model would have to apply to activations
 _UNSUPPORTED_PARTS = ("pre_quant_scale", "input_zero_point", "svdquant_lora_a")
 
-# Projections that models/mla.py transposes, for which it would quantize them again.
+# Projections that models/mla.py transposes, which would require quantizing them again.
 _TRANSPOSED_MODULES = ("kv_b_proj",)
 
 

@@ -222,7 +222,7 @@ def _to_byte_level(text: str) -> str:
 
 
 def check(question: dict[str, Any], message: dict[str, Any]) -> None:
-    """The answer has only valid calls of the given functions. In a truncated answer, the last call
+    """The answer has only valid calls to the given functions. In a truncated answer, the last call
     is the beginning of a valid one."""
     schemas = {
         tool["function"]["name"]: jsonschema_rs.Draft202012Validator(tool["function"]["parameters"])

@@ -1,7 +1,7 @@
 """Sixty mistakes and more, and the one line that each of them gets.
 
-The line names the mistake, what is accepted or the most similar name, and what to do. All of them
-are found before anything heavy is imported or any model is read.
+The line names the mistake, the accepted values or the most similar name, and what to do. All of
+them are found before anything heavy is imported or any model is read.
 """
 
 import shlex

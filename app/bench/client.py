@@ -33,7 +33,7 @@ _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class RequestFailure(Exception):
-    """A request that failed. kind: a stable name by which failures are counted."""
+    """A request that failed. kind: a stable name for counting failures."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

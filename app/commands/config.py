@@ -24,7 +24,7 @@ def show_config(
     """Prints the settings and returns the exit status.
 
     output_format: the output format; None prints a table. Raises AppError(INVALID) for settings
-    with which `serve` would not start.
+    that `serve` would reject at startup.
     """
     # use a copy, because check_security_settings removes the keys from it
     check_security_settings(configuration.settings, dict(os.environ))

@@ -44,12 +44,12 @@ Choice = Mapping[str, Any]
 
 
 class ProofCommand:
-    """One proof. configuration: names one model at most."""
+    """One proof. configuration: names at most one model."""
 
     def __init__(self, configuration: ResolvedConfig, options: ProofOptions) -> None:
         settings = configuration.settings
         if len(settings.models) > 1 or settings.installed:
-            raise AppError(ErrorKind.INVALID, "prove needs one model: name a single one")
+            raise AppError(ErrorKind.INVALID, "prove needs exactly one model: name one")
         self._configuration = configuration
         self._model: ModelSettings | None = settings.models[0] if settings.models else None
         self._files = complete_config(store.find(self._model.name if self._model else None))

@@ -309,7 +309,8 @@ GROUPS = (
             make_option(
                 "image_hosts",
                 value_types.public_hosts(),
-                "host from which images may be fetched, by its exact name and by https; repeatable",
+                "host from which images may be fetched, by its exact name and over https; "
+                "repeatable",
                 other_names="allowed-media-domains allow-image-hosts media-domains",
             ),
             make_option(

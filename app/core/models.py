@@ -100,12 +100,12 @@ class DownloadPreview:
         if self.missing > self.disk_available:
             return (
                 f"the download needs {format_bytes(self.missing)} on the disk, but only "
-                f"{format_bytes(max(self.disk_available, 0))} are available"
+                f"{format_bytes(max(self.disk_available, 0))} is available"
             )
         if self.memory_needed > self.memory_available:
             return (
                 f"the model needs {format_memory(self.memory_needed)} of memory, but only "
-                f"{format_memory(self.memory_available)} are available"
+                f"{format_memory(self.memory_available)} is available"
             )
         return None
 

@@ -165,7 +165,7 @@ class Settings:
 
     vision: whether the vision towers of models are loaded. image_tokens: the maximum number of
     tokens per image; a larger image is scaled down. image_hosts: the exact names of the hosts from
-    which images may be fetched by https.
+    which images may be fetched over https.
 
     cache: the prefix cache policy; None uses single for one sequence, else radix. multi_user:
     whether slots are selected for many users rather than for a single user. exact: whether prefill

@@ -44,7 +44,7 @@ class _Adapter:
 
 
 class Adapters:
-    """The adapters of one model, which is not copied before it has one.
+    """The adapters of one model, which is copied only when it has an adapter.
 
     has_default: whether rows without a named adapter also use one.
     reserve: called with the size of an adapter before its weights are read, and with the negative

@@ -148,8 +148,8 @@ class PrefillChunk:
     def dispatch(self) -> None:
         """Dispatches the rest of the pass. MLX references the outputs of an evaluation until it has
         ended, and the next step would have to copy caches with a second reference. Therefore the
-        only outputs are elements of the last layer, on the way to which the device computes all
-        keys and values. A last evaluation computes what remains, such as recurrent states."""
+        only outputs are elements of the last layer, for which the device must compute all keys and
+        values. A last evaluation computes what remains, such as recurrent states."""
         # computed elements, because a slice would reference the buffer
         self._markers = [array[(0,) * array.ndim] == 0 for array in self._last]
         mx.async_eval(self._markers)

@@ -157,8 +157,8 @@ def _generate(rng: random.Random, number: int) -> ConversationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofOptions:
-    """seed: the seed of the conversations. conversations: their number; None for as many as fit in
-    `seconds`."""
+    """seed: the seed of the conversations. conversations: the number of conversations; None for as
+    many as fit in `seconds`."""
 
     seed: int = 0
     conversations: int | None = None

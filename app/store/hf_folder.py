@@ -40,7 +40,7 @@ _OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.
 # the maximum length of a file name on all systems
 _MAX_NAME_LENGTH = 255
 
-# a shard of a set: its number and the number of all
+# a shard of a set: its number and the total number
 _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 # named templates, which transformers saves next to the default one

@@ -124,9 +124,9 @@ class TemplateCapabilities:
 def detect_capabilities(
     render: Render, variants: Sequence[Mapping[str, Any]] = ({},), *, image_mark: str = ""
 ) -> TemplateCapabilities:
-    """Detects the capabilities of the template behind `render`. variants: template variables with
-    which to test message positions, such as reasoning on and off. image_mark: the text that the
-    template writes for an image; "" for a model that reads text only."""
+    """Detects the capabilities of the template behind `render`. variants: template variables for
+    testing message positions, such as reasoning on and off. image_mark: the text that the template
+    writes for an image; "" for a model that reads text only."""
     probe = _TemplateProbe(render)
     detected = TemplateCapabilities()
     if not probe.renders(detected, [_USER_MESSAGE]) and probe.renders(

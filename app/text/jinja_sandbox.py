@@ -60,7 +60,7 @@ _MAX_RENDERED_CHARACTERS = 1 << 28
 # The maximum size of a template in characters. The longest known templates need 10 % of this.
 _MAX_TEMPLATE_CHARACTERS = 1 << 18
 
-# the maximum number of characters of a template's error message
+# the maximum number of characters in a template's error message
 _MAX_REASON_LENGTH = 500
 
 # These filters are intended for web pages, and their output may be much larger than their input.

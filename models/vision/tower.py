@@ -5,7 +5,7 @@ codecs, resizing, prompts, the engine.
 
 A tower computes one tile at a time, and a tile in chunks of patches, so that a step and its memory
 are bounded. The chunks depend only on the size of the tile. So the features of an image do not
-depend on other images, and not on the number of steps between which other work is done.
+depend on other images, or on the number of steps between which other work is done.
 
 The patches of a tile are in block order: the patches that become one image row, a square of
 `merge_size` by `merge_size` patches, follow each other.
@@ -53,7 +53,7 @@ class Grid:
 
 
 class Block(Protocol):
-    """A block of a tower, in the two parts between which all keys and values are needed."""
+    """A block of a tower, split into two parts where all keys and values are needed."""
 
     def project(
         self, x: mx.array, rotation: Rotation | None

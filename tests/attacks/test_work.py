@@ -24,8 +24,8 @@ TOKENIZE = "/v1/tokenize"
 
 LARGE = 9_900_000
 
-# Bytes by which the server process may grow during an attack: the memory for bodies in flight, and
-# as much for their parsed values.
+# The number of bytes by which the server process may grow during an attack: the memory for bodies
+# in flight, and the same amount for their parsed values.
 MAX_GROWTH = 300 << 20
 
 

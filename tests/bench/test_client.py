@@ -96,8 +96,8 @@ def test_a_certificate_is_verified_unless_insecure(insecure: bool, kind: str) ->
 
 
 class KeepAliveServer:
-    """A server that keeps connections open. connections: their number. close_after: responses on a
-    connection, after which it is closed without notice."""
+    """A server that keeps connections open. connections: the number of connections so far.
+    close_after: the number of responses after which a connection is closed without notice."""
 
     def __init__(self, close_after: int) -> None:
         self._close_after = close_after

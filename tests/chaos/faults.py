@@ -17,7 +17,7 @@ from tests.chaos.questions import SHAPES
 # bytes that a runner may still allocate
 _SPARE_BYTES = 1 << 20
 
-# seconds for which the server's processes cannot write to files
+# how many seconds the server's processes cannot write to files
 _DISK_FULL_SECONDS = 2.0
 
 

@@ -54,8 +54,8 @@ STUBS = {
 
 @dataclass(frozen=True, slots=True)
 class Sandbox:
-    """root: contains the folders of the system. checkout: a copy of deploy/. stubs: their folder,
-    at the front of PATH. calls_file: the calls of the stubs."""
+    """root: contains the folders of the system. checkout: a copy of deploy/. stubs: the folder of
+    the stubs, at the front of PATH. calls_file: the calls to the stubs."""
 
     root: Path
     checkout: Path

@@ -51,7 +51,7 @@ def count_graph(arrays: Iterable[Any]) -> GraphCounts:
     dot = io.StringIO()
     mx.export_to_dot(dot, *flatten_arrays(arrays))
     text = dot.getvalue()
-    # All calls of a compiled function have one primitive, so its identity is no key.
+    # All calls to a compiled function share one primitive, so its identity is not a key.
     primitives = _PRIMITIVE.findall(text)
     concatenations = {identity for identity, name in primitives if name == _CONCATENATE}
     copies = sum(target in concatenations for target in _EDGE.findall(text))

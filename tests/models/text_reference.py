@@ -45,7 +45,7 @@ def draw_tensor(name: str, shape: Sequence[int]) -> np.ndarray:
         drawn = np.round(0.1 * np.asarray(rng.standard_normal(shape)) * 32) / 32
         return np.asarray(drawn + bool(_FACTORS.search(name)), np.float32)
     numbers = rng.integers(-8, 8, shape)
-    # the ends of the range, so that no group lacks one
+    # the ends of the range, so that every group contains one of them
     numbers = np.where(rng.random(shape) < 0.5, np.where(numbers < 0, -8, 7), numbers)
     step = 2.0 ** -math.ceil(math.log2(6 * shape[-1] ** 0.5))
     return (step * numbers).astype(np.float32)

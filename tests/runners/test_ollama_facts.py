@@ -238,7 +238,7 @@ def test_the_least_recently_used_model_is_evicted():
 
 
 def test_a_draining_model_serves_only_its_running_requests():
-    """A busy victim's duration becomes 0, and its requests are waited for; new ones are still
+    """A busy victim's duration becomes 0, and Ollama waits for its requests; new ones are still
     admitted, so the other load may wait forever. mlxrunner: new ones wait, once all earlier
     requests have ended (`app.runners.eviction`)."""
 

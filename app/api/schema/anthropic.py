@@ -207,7 +207,7 @@ class OutputConfig(Options, kw_only=True, frozen=True):
 
 
 class ContextEdit(msgspec.Struct, frozen=True):
-    """An edit, which may have any attributes."""
+    """An edit with any attributes."""
 
     type: str
 

@@ -1,4 +1,4 @@
-"""A resumable text reader, with which parsers for streamed text can be written as if all text were
+"""A resumable text reader, so that parsers for streamed text can be written as if all text were
 available.
 
 Knows: the text received so far, the end of the text. Must not know: the syntax of any family.

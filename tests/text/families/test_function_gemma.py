@@ -29,7 +29,7 @@ CALL = "<start_function_call>call:get_weather{city:<escape>Oslo<escape>}<end_fun
 def test_real_model_outputs_are_parsed(shared):
     rows = [*ollama(shared, "functiongemma"), *mlx_lm(shared, "function_gemma")]
     for row in select_rows(rows, EXCLUDED):
-        # ollama also parses calls of unknown tools
+        # ollama also parses calls to unknown tools
         check_row(FAMILY, replace(row, tools=row.tools or (ANY,), tagged=False))
 
 

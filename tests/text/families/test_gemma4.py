@@ -50,7 +50,7 @@ def test_real_model_outputs_are_parsed(shared):
         *mlx_lm(shared, "gemma4"),
     ]
     for row in select_rows(rows, EXCLUDED):
-        # ollama also parses calls of unknown tools
+        # ollama also parses calls to unknown tools
         check_row(FAMILY, replace(row, tools=row.tools or (ANY,), tagged=True, in_reasoning=False))
 
 

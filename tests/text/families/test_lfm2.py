@@ -38,7 +38,7 @@ def test_real_model_outputs_are_parsed(shared):
         *mlx_lm(shared, "pythonic"),
     ]
     for row in select_rows(rows, EXCLUDED):
-        # ollama also parses calls of unknown tools
+        # ollama also parses calls to unknown tools
         check_row(FAMILY, replace(row, tools=row.tools or (ANY,), in_reasoning=False))
 
 

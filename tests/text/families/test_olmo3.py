@@ -30,7 +30,7 @@ CALLS = '<function_calls>get_weather(city="Oslo")\nnow()</function_calls>'
 
 def test_real_model_outputs_are_parsed(shared):
     for row in select_rows(ollama(shared, "olmo3"), EXCLUDED):
-        # ollama also parses calls of unknown tools
+        # ollama also parses calls to unknown tools
         check_row(FAMILY, replace(row, tools=row.tools or (ANY,)))
 
 

@@ -15,7 +15,7 @@ parser.block.ruler.before("table", "too_deep", readDeepLines);
 parser.block.ruler.before("fence", "math_block", readMathBlock, { alt: ["paragraph", "blockquote", "list"] });
 parser.inline.ruler.before("escape", "math_inline", readInlineMath);
 
-/** The blocks of a text: [{line, end, tokens}], with the lines at which each begins and ends. */
+/** The blocks of the text: [{line, end, tokens}], with the lines at which each begins and ends. */
 function parseBlocks(text, env) {
   const blocks = [];
   let open = 0;
