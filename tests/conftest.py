@@ -57,7 +57,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def ties(request: pytest.FixtureRequest) -> list[int]:
-    """For tests that compare two runs: append the number of near-ties of one comparison. The
+    """For tests that compare two runs: appends the number of near-ties in one comparison. The
     summary prints the sum, so that an increase is visible."""
     return request.config.stash[TIES]
 
@@ -150,7 +150,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Gives all tests that need ../shared/data the same location, so that the summary has one line
     for them. Reports a failed test that compares clocks as void if other programs used the
-    machine: it has then measured them."""
+    machine: the test has then measured those programs."""
     report = yield
     if report.failed and (others := item.stash.get(OTHER_PROGRAMS, None)):
         share = others.compute_share()
@@ -207,7 +207,7 @@ def _list_test_files(config: pytest.Config) -> Sequence[Path]:
 
 
 def _find_test_files(folder: Path) -> Iterator[Path]:
-    """Not those of programs that are installed below tests/, which are no packages."""
+    """Excludes those of programs that are installed below tests/, which are not packages."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if Path(parent, name, "__init__.py").exists()]
         yield from (Path(parent, name) for name in names if fnmatch(name, "test_*.py"))
@@ -227,7 +227,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: object
 ) -> list[pytest.Item] | None:
-    """Makes no items of a function that is not in the tier."""
+    """Creates no items for a function that is not in the tier."""
     config = collector.config
     if not inspect.isfunction(obj) or not collector.istestfunction(obj, name):
         return None

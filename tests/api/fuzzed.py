@@ -144,8 +144,8 @@ def send_cases(schema: Any, operation: Any, send: Callable[[Any], None], count: 
 
 
 def document(model: str, vocab: int) -> Any:
-    """openapi.yaml with facts that a schema cannot express or does not know: the served model, the
-    size of its vocabulary, and which strings are JSON."""
+    """openapi.yaml with facts that a schema cannot express or does not contain: the served model,
+    the size of its vocabulary, and which strings are JSON."""
     spec = deepcopy(read_openapi())
     schemas = spec["components"]["schemas"]
     schemas["ModelId"]["enum"] = [model]
@@ -164,8 +164,8 @@ def document(model: str, vocab: int) -> Any:
     for name in ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens"):
         del chat["properties"][name]
     completion["properties"]["max_tokens"]["minimum"] = 1  # 0 needs echo
-    # tests/api/schema/test_unsupported_fields.py tests each of these; with them, they would be most
-    # of every request
+    # tests/api/schema/test_unsupported_fields.py tests each of these; otherwise, they would make up
+    # most of every request
     endpoints: tuple[Endpoint, ...] = ("chat", "completions", "responses", "embeddings")
     others = {name for endpoint in endpoints for name in list_unsupported_fields(endpoint)}
     others |= {"n_predict", "n_keep", "grammar", "json_schema", "return_progress"}

@@ -23,7 +23,7 @@ def choices(payloads: Sequence[Any], index: int | None = None) -> list[Any]:
 
 
 def message(pieces: Sequence[Any]) -> dict[str, Any]:
-    """The message that the deltas of one choice add up to."""
+    """The message formed by the deltas of one choice."""
     message: dict[str, Any] = {}
     for delta in (piece["delta"] for piece in pieces):
         for name, value in delta.items():

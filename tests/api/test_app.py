@@ -230,7 +230,7 @@ def test_a_page_may_use_anthropics_sdk(call: Any):
     ],
 )
 def test_other_origins_are_rejected(call: Any, origin: str):
-    """As in llama.cpp, by the missing header and not by the status."""
+    """As in llama.cpp, browsers are stopped by the missing header, not by the status."""
     assert preflight(call, origin).status == 200
     assert "access-control-allow-origin" not in preflight(call, origin).headers
 

@@ -1,6 +1,6 @@
-"""Images, audio and files, in every dialect: images become a part of their message, at their place.
-Attachments that the server cannot read are rejected in a new question, and replaced with text in
-tool results and in earlier turns."""
+"""Images, audio and files, in every dialect: images become part of their message, at their
+position. Attachments that the server cannot read are rejected in a new question, and replaced with
+text in tool results and in earlier turns."""
 
 import json
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ OLLAMA_IMAGES = {"content": "see", "images": [PNG]}
 RESULT = {"role": "tool", "tool_call_id": "1"}
 OUTPUT = {"type": "function_call_output", "call_id": "1"}
 
-# requests whose attachment is no new question, with its kind
+# requests whose attachment is not part of a new question, with its kind
 EARLIER: list[tuple[tuple[str, Any], str]] = [
     (chat(user(IMAGE), ANSWER, user()), "image"),
     (chat(user(AUDIO), ANSWER, user()), "audio"),
@@ -131,7 +131,7 @@ QUESTIONS: list[tuple[tuple[str, Any], bool]] = [
     (ollama({"role": "user", "content": "see", "images": [PNG]}), True),
 ]
 
-# requests with the image URL in each place that may have one
+# requests with the image URL in each place where one is allowed
 PLACES_IN_QUESTIONS: list[tuple[str, Any]] = [
     chat(user({"type": "image_url", "image_url": {"url": URL}})),
     chat(user({"type": "image_url", "image_url": URL})),

@@ -1,7 +1,7 @@
 """The requests of coding agents, as the programs sent them.
 
 The files in client_requests were recorded from the published programs in a session with one tool
-call. Structure and fields are as sent; long texts and most tools are cut.
+call. Structure and fields are unchanged; long texts and most tools were shortened.
 """
 
 import json

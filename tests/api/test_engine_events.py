@@ -1,4 +1,5 @@
-"""GET /v1/engine/events: who sees what, when snapshots are taken, and the end of a stream."""
+"""GET /v1/engine/events: which data each caller sees, when snapshots are taken, and the end of a
+stream."""
 
 import asyncio
 import json
@@ -56,7 +57,7 @@ def watch(
     until: Callable[[Reply], bool],
     headers: dict[str, str] | None = None,
 ) -> Reply:
-    """The reply until it fulfils a condition; then the client disconnects."""
+    """Returns the reply until it meets a condition; then the client disconnects."""
 
     async def run() -> Reply:
         conversation = Conversation(app, "GET", EVENTS, b"", headers)

@@ -79,7 +79,7 @@ def scripts(draw: st.DrawFn) -> list[Any]:
 
 
 def read_lines(reply: Reply) -> list[Any]:
-    """The objects of NDJSON; a blank line is no JSON. An error before the first line is a body."""
+    """The objects of NDJSON; a blank line is not JSON. An error before the first line is a body."""
     if reply.status != 200:
         assert set(reply.json) == {"error"}
         return [reply.json]

@@ -55,7 +55,7 @@ def converse(
     act: Act | None = None,
     **settings: Any,
 ) -> tuple[Reply, FakeGenerate]:
-    """One request, with `act` as the client; no task may be left afterwards."""
+    """One request, with `act` as the client; no task may remain afterwards."""
     generate = FakeGenerate(script)
 
     async def run() -> Reply:
@@ -282,7 +282,8 @@ def test_a_rejected_request_has_a_status(path: str, body: Any, call: Any, genera
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_a_full_server_sends_retry_after(path: str, body: Any, call: Any, generate: FakeGenerate):
-    """With a status, streamed or not: clients decide by the status whether to retry."""
+    """The error sets a status, streamed or not, because clients use the status to decide whether to
+    retry."""
     generate.open_error = AppError(ErrorKind.BUSY, "66 are here", retry_after=9)
     reply = call("POST", path, body)
     assert reply.status == 429

@@ -268,7 +268,7 @@ def test_one_token_has_no_time_between_tokens():
 
 
 def test_inter_token_latency_is_measured_in_the_engine():
-    """Not at the time when a client reads the tokens."""
+    """Not when a client reads the tokens."""
     end = finish(tokens=4)
     gaps = replace(end.timings, inter_token_ns=(1_000_000, 5_000_000, 90_000_000_000))
     generate = FakeGenerate([text("abcd"), replace(end, timings=gaps)])

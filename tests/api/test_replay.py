@@ -31,10 +31,10 @@ TOOL = {"type": "function", "function": FUNCTION}
 HI = {"role": "user", "content": "hi"}
 
 WORDS = st.text(min_size=1, max_size=4)
-# complete, cut, empty, not an object, no JSON at all
+# complete, truncated, empty, not an object, not JSON at all
 ARGUMENTS = st.sampled_from(['{"a": 1}', '{"a": [1, {"b": null}', "", "[1]", "null", "so: x", "{}"])
 
-# what clients and gateways add to a message, a part or a call
+# the fields that clients and gateways add to a message, a part or a call
 ADDED: list[dict[str, Any]] = [
     {},
     {"annotations": []},
@@ -110,7 +110,7 @@ def accumulate_chat(reply: Reply, *, streamed: bool) -> Any:
     state = ChatCompletionStreamState(input_tools=[TOOL])  # pyright: ignore[reportArgumentType]
     for data in read_events(reply):
         state.handle_chunk(ChatCompletionChunk.model_validate(data))
-    # of a cut answer, the SDK returns only the snapshot
+    # for a truncated answer, the SDK returns only the snapshot
     return state.current_completion_snapshot.choices[0].message
 
 
@@ -187,7 +187,7 @@ def test_a_response_can_be_sent_back(
 
 
 def accumulate_ollama(reply: Reply, *, streamed: bool) -> dict[str, Any]:
-    """The message that ollama-python's users build: texts joined, calls collected."""
+    """The message that ollama-python's users build: with joined text and collected calls."""
     lines = reply.body.decode().splitlines() if streamed else [reply.body.decode()]
     message: dict[str, Any] = {"role": "assistant", "content": "", "thinking": "", "tool_calls": []}
     for line in lines:

@@ -1,6 +1,6 @@
 """Complete answers of /v1/responses, byte for byte. `make transcripts` writes them again.
 
-Ids and times, which differ from run to run, are replaced by constants before the comparison.
+Ids and times, which differ between runs, are replaced with constants before the comparison.
 """
 
 import re

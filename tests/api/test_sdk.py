@@ -1,4 +1,5 @@
-"""OpenAI's client over a real socket: the server understands its requests, and it the responses."""
+"""OpenAI's client over a real socket: the server understands its requests, and the client
+understands the responses."""
 
 import asyncio
 import json

@@ -65,7 +65,7 @@ OBJECT_PATHS = [
     for object_path in iter_object_paths(body)
     if object_path[-1:] not in [(name,) for name in OWN_KEYS]
 ]
-# fields that other servers and clients add, at the top and in the parts of a conversation
+# fields that other servers and clients add, at the top level and in the parts of a conversation
 OTHERS = {
     "provider_specific_fields": {"thought_signature": "c2ln"},
     "cot_id": "9b1f",
@@ -199,7 +199,7 @@ NAMES = st.text(string.ascii_lowercase[:4], max_size=6)
 
 
 def count_edits(a: str, b: str) -> int:
-    """The distance with insertions, deletions, replacements and exchanges of neighbors."""
+    """The distance with insertions, deletions, replacements and swapped neighbors."""
     table = [
         [max(i, j) if 0 in (i, j) else 0 for j in range(len(b) + 1)] for i in range(len(a) + 1)
     ]

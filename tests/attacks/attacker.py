@@ -29,14 +29,14 @@ MAX_FLOOD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Send:
-    """Send these bytes, or as many as the server takes."""
+    """Send these bytes, or as many as the server accepts."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class Flood:
-    """Send these bytes again and again until the server takes no more."""
+    """Send these bytes repeatedly until the server accepts no more."""
 
     data: bytes
 
@@ -48,7 +48,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait; the next step may be to disconnect without reading."""
+    """Wait; the next step may disconnect without reading."""
 
     seconds: float
 
@@ -58,9 +58,9 @@ Step = Send | Flood | Read | Wait
 
 @dataclass(frozen=True)
 class Attack:
-    """connections: the steps of each thread on one connection after the other. share: of a core,
-    for this process. port: 0 for that of the server. tls: whether to use TLS. hold: how many of its
-    latest connections a thread keeps open."""
+    """connections: the steps of each thread on one connection after the other. share: the share of
+    a core for this process. port: 0 for the server's port. tls: whether to use TLS. hold: how many
+    of its latest connections a thread keeps open."""
 
     connections: Sequence[Sequence[Step]]
     threads: int = 1

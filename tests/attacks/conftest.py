@@ -146,7 +146,7 @@ def attack_in_processes(attack: Attack) -> Iterator[AttackCounts]:
 
 @contextmanager
 def _attack_in_thread(attack: Callable[[], object]) -> Iterator[AttackCounts]:
-    """A thread of this process attacks until the context is left. Its exceptions are raised at the
+    """A thread of this process attacks until the context exits. Its exceptions are raised at the
     end."""
     stop, failure, num_calls = threading.Event(), list[BaseException](), [0]
 

@@ -1,4 +1,4 @@
-"""Pages of other origins in a browser: they can send any request, and must have no effect."""
+"""Pages of other origins in a browser: they can send any request, but must not have any effect."""
 
 import json
 

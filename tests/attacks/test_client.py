@@ -37,7 +37,7 @@ def raw_url(victim: Victim, path: str) -> httpx.URL:
 
 
 def hidden_names(disk: Path) -> list[str]:
-    """Spellings of a model folder that exists but is not served."""
+    """Different spellings of a model folder that exists but is not served."""
     return [
         str(disk / "hidden"),
         f"{disk}/tiny/../hidden",

@@ -1,4 +1,5 @@
-"""A prompt that crashes the model process, while clients in several processes send others."""
+"""A prompt that crashes the model process, while clients in several processes send other
+prompts."""
 
 import os
 import signal

@@ -59,7 +59,7 @@ def test_more_sockets_than_are_allowed(victim: Victim):
     victim.attack(Attack([[Send(b"G")]], threads=4, hold=100, share=0.16))
 
 
-# A head and the bytes to repeat after it, with a length and in chunks.
+# Request headers and the bytes to repeat after them, with a Content-Length and in chunks.
 BODIES_OF_A_GIGABYTE = (
     (head("POST", COMPLETIONS, Content_Length=GIGABYTE), b" " * (1 << 16)),
     (

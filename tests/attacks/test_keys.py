@@ -56,7 +56,8 @@ def test_only_admins_may_unload_a_model_with_keep_alive(guarded: Guarded) -> Non
         return guarded.client.get("/v1/models/tiny", headers=headers).json()["state"]
 
     def is_kept() -> bool:
-        # an unload would begin at the end of the request; a sleep that is too short only misses it
+        # an unload would begin at the end of the request; if the sleep is too short, the test
+        # misses it, but does not fail
         time.sleep(0.3)
         return state() == "ready"
 
@@ -93,7 +94,8 @@ def test_clients_without_a_key_see_four_fields(guarded: Guarded) -> None:
 def test_the_time_of_a_guess_reveals_nothing(guarded: Guarded) -> None:
     """A guess with the prefix of a key is rejected as quickly as any. Nanoseconds cannot be
     measured over a network; tests/http/test_api_keys_file.py shows that comparisons never end
-    early. Of each guess, the fastest rejection counts, because other programs delay some."""
+    early. For each guess, the fastest rejection counts, because other programs delay some of
+    them."""
     guesses = [guarded.user[:length] + "x" * (46 - length) for length in (0, 23, 45)]
     fastest = dict.fromkeys(guesses, math.inf)
     order = guesses * 100

@@ -1,4 +1,4 @@
-"""Clients that change the models on the disk: who may, how much, and where."""
+"""Clients that change the models on the disk: who may do it, how much, and where."""
 
 import hashlib
 import socket
@@ -223,7 +223,7 @@ def test_uploads_from_several_processes_do_not_disturb_other_clients(
     assert set(result.statuses) <= {"400", "503", "none", "torn"}, result.statuses
     assert result.statuses["400"] > 0
     assert result.statuses["503"] > 0
-    # the last upload ends soon after its client has gone
+    # the last upload ends soon after its client has disconnected
     wait_until(
         lambda: {name for name in open_library.list_files() if "/blobs/" in name} == before,
         limit=TIMEOUT,

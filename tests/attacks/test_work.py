@@ -124,12 +124,12 @@ YES_OR_NO: dict[str, Any] = {"model": "tiny", "prompt": "a", "guided_choice": ["
 
 @pytest.mark.timing
 def test_schemas_of_disconnected_clients_do_not_disturb_other_clients(victim: Victim) -> None:
-    """A cached `yes|no` grammar waited 27 s behind twenty of them."""
+    """A request with a cached `yes|no` grammar waited 27 s behind twenty of them."""
     requests = [Send(post(build_chat(build_schema(n), max_tokens=8), CHAT)) for n in range(20)]
     disconnecting = [[request, Wait(0.05)] for request in requests]
     victim.client.post(COMPLETIONS, json=YES_OR_NO)
     victim.attack(Attack(disconnecting, threads=7), YES_OR_NO)
-    # new grammars are compiled, and not rejected because of those of disconnected clients
+    # new grammars are compiled, and not rejected because of grammars of disconnected clients
     reply = victim.client.post(COMPLETIONS, json={**YES_OR_NO, "guided_choice": ["up", "down"]})
     assert reply.status_code == 200, reply.text
     wait_until(lambda: not victim.server.status()["Compiling"], limit=TIMEOUT)

@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 class ScriptedExchange:
-    """One request, and what the script answers. headers: by lower-case name."""
+    """One request, and the answer of the script. headers: by lower-case name."""
 
     def __init__(self, handler: BaseHTTPRequestHandler, body: Json) -> None:
         self._handler = handler
@@ -114,7 +114,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def answer(exchange: ScriptedExchange) -> None:
-    """A server whose words are tokens, and whose chat template has two. It completes every request
+    """A server whose tokens are words, and whose chat template adds two. It completes every request
     with as many tokens as requested."""
     if exchange.path.endswith("/models"):
         exchange.send_json({"data": [{"id": "scripted"}, {"id": "other"}]})

@@ -223,7 +223,7 @@ def probe(script: Script, config: BenchConfig, model: str | None = None) -> Benc
 
 @contextlib.contextmanager
 def two_servers(log: list[str]) -> Iterator[tuple[ScriptedServer, ScriptedServer]]:
-    """log: the names of the servers in the order of their streams of the load, without warm-up."""
+    """log: the names of the servers in the order of their streams under load, without warm-up."""
 
     def name(word: str) -> Script:
         def script(exchange: ScriptedExchange) -> None:

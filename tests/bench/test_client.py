@@ -248,7 +248,7 @@ def test_one_token_has_no_tpot() -> None:
 
 
 def test_tokens_without_text_are_output_and_have_no_tpot() -> None:
-    """With `ignore_eos`, a model may write end-of-sequence tokens only."""
+    """With `ignore_eos`, a model may generate only end-of-sequence tokens."""
     measured = record([(1.0, text_event("")), (2.0, finish_event() + usage_event(12) + DONE)])
     assert (measured.output_tokens, measured.ttft, measured.tpot) == (12, 2.0, None)
 

@@ -135,7 +135,7 @@ def test_equal_hash_ids_are_equal_text(tmp_path: Path) -> None:
     assert 1024 <= common_words(a, b) < 1034
     assert common_words(a, c) < 10
     assert a.split()[512:596] == c.split()[512:596]
-    # another round gets other texts, which the server has not cached
+    # each round uses different texts, which the server has not cached
     assert common_words(a, texts(take(dataset, 1, label="2", length=TEMPLATE))[0]) < 10
 
 

@@ -72,7 +72,7 @@ def rounds(by_backend: dict[str, list[float]] | None = None, **rates: list[float
 
 
 class ScriptedBackend:
-    """A backend with fixed measurements. measured: the workloads that it was asked for."""
+    """A backend with fixed measurements. measured: the requested workloads."""
 
     runs_on = "a script"
 

@@ -122,7 +122,7 @@ def test_the_mixed_load_has_at_most_so_many_requests_at_once(quick, monkeypatch)
             most = max(most, running)
             changed.notify_all()
             assert changed.wait_for(lambda: most > 1, 60)
-        time.sleep(0.02)  # time for a request too many; a shorter sleep could only miss it
+        time.sleep(0.02)  # time for an extra request; a shorter sleep could only miss it
         # before the last byte, after which the client sends the next request
         with changed:
             running -= 1

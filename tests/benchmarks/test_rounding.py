@@ -1,5 +1,5 @@
-"""The rounding differences of logits are within the bounds that docs/configuration.md and
-docs/benchmarks.md give."""
+"""The rounding differences of logits are within the bounds given in docs/configuration.md and
+docs/benchmarks.md."""
 
 from pathlib import Path
 from typing import cast

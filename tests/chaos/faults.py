@@ -81,7 +81,7 @@ class FaultInjector:
         return True
 
     async def _unload(self) -> bool:
-        """Not a fault, but an unload at a bad moment. It may wait for long answers."""
+        """Not a fault, but an unload at an inconvenient time. It may wait for long answers."""
         async with httpx.AsyncClient(base_url=self._url) as http:
             with contextlib.suppress(httpx.TimeoutException):
                 await http.post(

@@ -43,7 +43,7 @@ def run_chaos(
 ) -> ChaosReport:
     """pause: seconds between two faults, at least and at most."""
     write_models(root)
-    # the folder for code that an engine compiles on a CPU, during the life of the server
+    # the folder for code that an engine compiles on a CPU, while the server runs
     (root / "tmp").mkdir(exist_ok=True)
     variables = {"TMPDIR": str(root / "tmp"), "HOME": "/proc/nowhere"}
     with run_server("--config", str(write_config(root)), environ=variables) as server:

@@ -1,8 +1,8 @@
-// Drives examples/browser/index.html in a real browser, and prints what it saw as JSON.
+// Drives examples/browser/index.html in a real browser, and prints its observations as JSON.
 //
 //     node browser.mjs <browser> <page> <server>
 //
-// page: the URL of the page, on another port than the server's, as anybody's would be.
+// page: the URL of the page, on a different port than the server's, like any other page.
 
 import { mkdtemp, rm } from "node:fs/promises";
 import { createRequire } from "node:module";
@@ -37,7 +37,7 @@ async function opened(fields) {
   tab.on("pageerror", (error) => errors.push(String(error)));
   await tab.goto(`${page}?${new URLSearchParams({ api: `${server}/v1`, fields: JSON.stringify(fields) })}`);
   await tab.evaluate(() => {
-    window.seen = []; // the answer's length after each change, and when that was
+    window.seen = []; // the answer's length after each change, and the time of the change
     const answer = document.getElementById("answer");
     new MutationObserver(() =>
       window.seen.push([performance.now(), answer.textContent.length]),

@@ -13,7 +13,7 @@ from typing import Any
 import anthropic  # pyright: ignore[reportMissingImports]
 import ollama  # pyright: ignore[reportMissingImports]
 
-KINDS = "rtcb"  # reasoning, text, a call, a call whose arguments are no JSON
+KINDS = "rtcb"  # reasoning, text, a call, a call whose arguments are not JSON
 FINISHES = ("stop", "length", "tool_calls")
 
 

@@ -24,7 +24,7 @@ ANSWER = (
 )
 QUESTION = "What is mlxrunner?"
 
-# tokens of the answer, with which it does not end
+# tokens of the answer, which do not end it
 FIRST_WORDS = 6
 
 RunCommand = Callable[..., tuple[int, str, str]]

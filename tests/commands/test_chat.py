@@ -114,7 +114,7 @@ def test_an_image_is_sent_with_the_next_message(
 def test_one_word_that_is_no_model_gets_a_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """`mlxrunner run hello` only printed where no model hello was found."""
+    """`mlxrunner run hello` only printed where it had looked for a model called hello."""
     monkeypatch.setattr(sys, "stdin", FakeTerminal())
     monkeypatch.setattr(sys, "stdout", FakeTerminal())
     assert cli.main(["run", "hello", "--port", "0"]) == 1

@@ -1,4 +1,5 @@
-"""The GPU in the report of `mlxrunner doctor`, on invented machines: none of them was available."""
+"""The GPU in the report of `mlxrunner doctor`, on simulated machines, because no real one was
+available."""
 
 import re
 from dataclasses import replace

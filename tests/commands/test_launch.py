@@ -1,7 +1,7 @@
 """`mlxrunner launch`: a program that records what it gets, and servers.
 
-Most tests run the command in this process, and those of signals run it in its own. The servers that
-it starts are processes, whose engines are threads to save time.
+Most tests run the command in this process, and tests of signals run it in a separate process. The
+servers that it starts are processes, whose engines are threads to save time.
 """
 
 import json
@@ -38,7 +38,7 @@ KEY = "mr-0123456789abcdef0123456789abcdef"
 
 # Records its arguments, its environment and the server's answer, then does what its first argument
 # says: exits with that status, or waits for a signal. Ctrl-C ends it with status 5, or is only
-# recorded if it is to stay.
+# recorded if the program is to keep running.
 FAKE_PROGRAM = """
 import json, os, signal, sys, time, urllib.request
 def write(path, text):
@@ -220,7 +220,7 @@ class TestARunningServer:
     def test_a_folder_has_one_name(
         self, launcher: Launcher, path: str, agent_model: Path, monkeypatch: pytest.MonkeyPatch
     ):
-        """A served folder was found only by its name, and by no path."""
+        """A served folder was found only by its name, not by its path."""
         monkeypatch.chdir(agent_model if path == "." else launcher.folder)
         (launcher.folder / "home" / "agent").symlink_to(agent_model)
         card = ModelCard(id="agent", created=0, context_length=65_536)
@@ -334,7 +334,7 @@ class TestAStartedServer:
     def test_no_model_is_loaded_for_a_context_that_is_too_short(
         self, launcher: Launcher, free_port: int, agent_model: Path, limit: str
     ):
-        """The context is too short by the option, or by the memory."""
+        """The context is too short because of the option, or because of the memory."""
         value = {"--context": "2048", "--memory": "10MB"}[limit]
         arguments = with_port(free_port, str(agent_model), limit, value, "--", "0")
         status, output = launcher.run(*arguments)

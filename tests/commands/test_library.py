@@ -114,7 +114,7 @@ def test_a_model_of_another_program_is_not_deleted(
 def test_a_folder_that_cannot_be_deleted_is_one_line(
     installed: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """A link in the cache is another program's decision where the model is."""
+    """A link in the cache means that another program has chosen the model's location."""
     folder = cache.repo_folder("org/tiny")
     folder.rename(installed / "elsewhere")
     folder.symlink_to(installed / "elsewhere")

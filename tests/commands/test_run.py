@@ -1,7 +1,7 @@
 """`mlxrunner run` in pipes and in terminals, with its own engine and with a running server.
 
-Most tests run the command in this process, with a server in a thread. Those of signals, keys and
-own engines run it in a process.
+Most tests run the command in this process, with a server in a thread. Tests of signals, keys and
+own engines run it in a separate process.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The running server: which of its models is the one that a command names."""
+"""The running server: which of its models a command refers to."""
 
 from pathlib import Path
 from typing import Any

@@ -118,7 +118,7 @@ def _find_entry(model: ModelSettings | None, settings: Settings) -> RegisteredMo
 
 
 class StepGate:
-    """Slows the engines of this process down, or stops them at a known place in their work. A
+    """Slows the engines of this process down, or stops them at a known point in their work. A
     stopped engine still accepts and cancels requests. Otherwise a fast machine could end a request
     before the test acts."""
 

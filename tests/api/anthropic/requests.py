@@ -11,7 +11,7 @@ PATH = "/v1/messages"
 
 
 def body(*messages: Any, **fields: Any) -> dict[str, Any]:
-    """A valid request. messages: the user's texts, or messages as they are."""
+    """A valid request. messages: the user's texts, or complete messages."""
     given = messages or ("hi",)
     read = [{"role": "user", "content": one} if isinstance(one, str) else one for one in given]
     return {"model": CARD.id, "max_tokens": 100, "messages": read, **fields}

@@ -80,7 +80,7 @@ def test_thinking_is_the_reasoning_of_its_message():
 
 
 def test_a_call_keeps_the_order_of_its_arguments_and_its_id():
-    """Another order was another prompt in Ollama, and nothing was cached."""
+    """A different order was a different prompt in Ollama, so nothing was cached."""
     asked = {"z": 1, "a": {"y": "ü", "b": None}}
     given = [call("toolu_" + "0a" * 12, "f", **asked), call("toolu_01AbC", "g")]
     said, first, second = prompt_of(

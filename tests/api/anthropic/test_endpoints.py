@@ -135,7 +135,7 @@ def test_any_body_is_accepted_or_rejected_in_the_format(path: str, content: Any)
 
 @pytest.mark.parametrize("depth", [60, 200, 900])
 def test_deeply_nested_bodies_are_accepted_or_rejected(depth: int):
-    """Documents in documents, and arguments, schemas and system blocks without end."""
+    """Endlessly nested documents, arguments, schemas and system blocks."""
     opened = '[{"type":"document","source":{"type":"content","content":'
     nested = opened * depth + '"x"' + "}}]" * depth
     deep = '{"a":' * depth + "{}" + "}" * depth

@@ -1,5 +1,5 @@
-"""Pull, create, copy, delete and blobs, as far as HTTP goes; the work is in
-tests/serving/test_model_library.py."""
+"""Pull, create, copy, delete and blobs, at the HTTP level; tests/serving/test_model_library.py
+tests the work itself."""
 
 import asyncio
 import json

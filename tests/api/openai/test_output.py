@@ -99,7 +99,8 @@ def test_choices_are_interleaved_and_each_has_its_finish_reason(encoder: Any, co
     reasons = [(c["index"], c["finish_reason"]) for c in choices(payloads) if c["finish_reason"]]
     assert reasons == [(1, "length"), (0, "stop")]
     assert [payload["choices"] for payload in payloads].count([]) == 1
-    # the chunk of the last finish has the counters of all choices, and the usage chunk the timings
+    # the chunk of the last finish has the counters of all choices, and the usage chunk has the
+    # timings
     assert ["timings" in payload for payload in payloads] == [False] * 4 + [True, True]
     body = collect(head, events)
     assert [c["finish_reason"] for c in body["choices"]] == ["stop", "length"]

@@ -184,7 +184,7 @@ def test_both_endpoints_accept_grammars(parse: Any):
 
 
 def test_response_format_is_ignored_if_a_tool_call_is_required():
-    """As at OpenAI, which accepts both and returns tool calls."""
+    """As in OpenAI's API, which accepts both and returns tool calls."""
     both = {**TOOLS, "response_format": {"type": "json_object"}}
     assert chat(**both).request.grammar is not None
     assert chat(**both, tool_choice="none").request.grammar is not None

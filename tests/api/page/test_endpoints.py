@@ -1,4 +1,5 @@
-"""The files of the page: who gets what, the security headers, and what the files may contain."""
+"""The files of the page: who may read which file, the security headers, and the content that is
+allowed in the files."""
 
 import hashlib
 import re
@@ -18,7 +19,7 @@ FILES = sorted({*STATIC.iterdir()} - {*VENDORED})
 SCRIPTS = [file for file in FILES if file.suffix == ".js"]
 PAGES = sorted(STATIC.glob("*.html"))
 
-# a page that loads at once, and that one can read
+# a page that loads immediately and is readable
 MAX_BYTES = 200 * 1024
 # most of it is loaded only for formulas and code
 MAX_VENDORED_BYTES = 450 * 1024
@@ -82,7 +83,7 @@ def test_all_files_together_are_small():
 
 
 def test_every_library_has_its_version_its_hashes_and_its_licence():
-    """A changed file would no longer be the one of the package."""
+    """A modified file would differ from the one in the package."""
     document = tomllib.loads((STATIC / "vendored.toml").read_text("utf-8"))
     licences = (STATIC / "vendored.txt").read_text("utf-8")
     recorded: dict[str, str] = {}

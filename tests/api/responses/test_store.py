@@ -1,4 +1,5 @@
-"""The store of responses: its bounds, and that a chain never loses its first response first."""
+"""The store of responses: its bounds, and that the first response of a chain is never evicted
+first."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Bodies are decoded to structs, and errors name the field, what is valid and what was sent."""
+"""Bodies are decoded to structs, and errors name the field, the valid values and the value that was
+sent."""
 
 import json
 from collections.abc import Mapping

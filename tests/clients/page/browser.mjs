@@ -1,5 +1,5 @@
-// A headless browser for the scenarios of page.mjs and models.mjs: opens the page, records what must
-// not happen, and talks to the tests.
+// A headless browser for the scenarios of page.mjs and models.mjs: opens the page, records
+// forbidden events, and communicates with the tests.
 
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
@@ -21,7 +21,7 @@ export async function ask(action) {
   return JSON.parse((await messages.next()).value);
 }
 
-/** Runs each scenario that a line of stdin names, and prints what it saw as a line of JSON. One
+/** Runs each scenario that a line of stdin names, and prints its observations as a line of JSON. One
  * browser runs them all, because its start takes longer than most of them. */
 export async function serve(executablePath, images, scenarios) {
   const chrome = await chromium.launch({
@@ -117,7 +117,7 @@ export async function openNewChat(tab) {
   await until(async () => (await tab.inputValue("#input")) === "" && (await tab.locator(".message").count()) === 0);
 }
 
-/** Sends a message, and returns when there is an answer, which may be complete already. */
+/** Sends a message, and returns when there is an answer, which may already be complete. */
 export async function begin(tab, text) {
   const before = await tab.locator(".message.assistant").count();
   await tab.fill("#input", text);

@@ -1,4 +1,4 @@
-// Scenarios that use the dialog for models in a real browser. driver.mjs runs them.
+// Scenarios that use the model dialog in a real browser. driver.mjs runs them.
 
 import { ask } from "./browser.mjs";
 

@@ -25,7 +25,7 @@ const MARKUP = [
   "    ", "*", "**", "---", "===", "[x](y)", "http://a.b", "\\", "\t", "- [ ] ", "\r\n",
 ];
 
-// what makes patterns repeat a search from each place: openers without their ends, runs, empty lines
+// input that makes patterns repeat a search from each position: unclosed openers, runs, empty lines
 const HOSTILE = [
   " ", "\t", "\n", " \n", "|", "|\n", "| ", "|-", "|-\n", "|a|\n|-|\n", ":-", "*", "_", "**a ", "*a_", "*a **a ", "***a", "`",
   "` ", "`a``", "~", "~~a", "[", "![", "](", "[a](", "[a](<b", "[a][", "[a]: ", "[a]: b\n", "\"", "> ", ">-", "- ", "- a\n",
@@ -122,7 +122,7 @@ const checks = {
     return null;
   },
 
-  /** An export of version 1, read twice, with an answer that was cut off and one that was not. */
+  /** An export of version 1, read twice, with one truncated and one complete answer. */
   async versions() {
     const { branchTo, importConversations, isIncomplete, mergeConversations } = await load("conversation.js");
     const write = (answers) => JSON.stringify({
@@ -138,7 +138,7 @@ const checks = {
     return { merged: contents(merged), count: merged.messages.length, all: all.messages.map(({ content }) => content), shown: contents(all), incomplete: all.messages.filter(isIncomplete).length };
   },
 
-  /** The milliseconds for each hostile text with 5,000 and with 40,000 signs. */
+  /** The milliseconds for each hostile text with 5,000 and with 40,000 characters. */
   async times() {
     const { GrowingMarkdown } = await load("markdown_blocks.js");
     const { readEvents } = await load("sse.js");

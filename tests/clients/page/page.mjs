@@ -1,4 +1,5 @@
-// Scenarios that use the page in a real browser, and return what they saw. driver.mjs runs them.
+// Scenarios that use the page in a real browser, and return their observations. driver.mjs runs
+// them.
 
 import { readFile } from "node:fs/promises";
 
@@ -10,7 +11,7 @@ const SCHEMES = ["light", "dark"];
 // the views that docs/page.md shows
 const IMAGES = { "chat-1280-light": "page-chat", "chat-390-dark": "page-phone" };
 
-/** The controls that a finger cannot hit: less than 44 px wide or high. */
+/** The controls that are too small for touch: less than 44 px wide or high. */
 function findSmallTargets() {
   const isShown = (node) => node.checkVisibility({ visibilityProperty: true }) && node.getBoundingClientRect().right > 0;
   return Array.from(document.querySelectorAll("button, select, summary, a, input, textarea"))
@@ -52,7 +53,7 @@ export const scenarios = {
     return { ...state, sent };
   },
 
-  /** An answer of a slow engine grows while it is received; a reload keeps what there is. */
+  /** An answer of a slow engine grows while it is received; a reload keeps the received part. */
   async streaming(browser) {
     const tab = await browser.openChat();
     await ask("throttle");
@@ -156,7 +157,7 @@ export const scenarios = {
     return { stored: stored.sort(), expected: expected.sort(), revision, moved, reloaded: await tabs[2].inputValue("#input") };
   },
 
-  /** Answers go on while other conversations and tabs are looked at; drafts, the system prompt, the
+  /** Answers continue while other conversations and tabs are shown; drafts, the system prompt, the
    * search and the address of each conversation. */
   async switching(browser) {
     const tab = await browser.openChat();
@@ -445,7 +446,7 @@ export const scenarios = {
     return { invalid, answer: await answer(tab) };
   },
 
-  /** An export, and its import into an empty browser; a file of something else. */
+  /** An export, and its import into an empty browser; a file of a different kind. */
   async transfer(browser) {
     const tab = await browser.openChat();
     await say(tab, "What is mlxrunner?");
@@ -467,7 +468,8 @@ export const scenarios = {
     await tab.getByRole("button", { name: "What is mlxrunner?", exact: true }).click();
     await tab.locator(".message.assistant").waitFor();
     const imported = await answer(tab);
-    // the conversation grows; the older file does not replace it, and a newer file adds what it has
+    // the conversation grows; the older file does not replace it, and a newer file adds its
+    // messages
     await say(tab, "How do I start the server?");
     await importFile({ name: "x.json", mimeType: "application/json", buffer: await readFile(file) });
     await tab.locator("#announcer", { hasText: "Imported" }).waitFor({ state: "attached" });
@@ -534,7 +536,7 @@ export const scenarios = {
     return { shown, bars, rows, panels: await tab.locator("#engine h3").allTextContents() };
   },
 
-  /** Each view in each width and colour: findings of axe, and what does not fit. */
+  /** Each view in each width and colour: findings of axe, and elements that do not fit. */
   async looks(browser) {
     const tab = await browser.openChat();
     for (const text of ["What is mlxrunner?", "How do I start the server?", "Which models can it run?"]) await say(tab, text);

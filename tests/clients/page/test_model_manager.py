@@ -1,4 +1,4 @@
-"""The dialog for models in a real browser, against a real server and a hub in a thread."""
+"""The model dialog in a real browser, against a real server and a hub in a thread."""
 
 import tomllib
 from pathlib import Path

@@ -62,10 +62,10 @@ def test_files_of_version_1_are_merged_by_their_content(check: Check):
 @pytest.mark.timing
 def test_no_text_of_a_model_takes_more_than_linear_time(check: Check):
     """50,000 spaces below a line with a pipe froze the page: a pattern of the table's second line
-    tried every division of them."""
+    tried every way to divide them."""
     times = check("times")
     assert len(times) > 100
-    # eight times the text; a quadratic search takes 64 times as long, and seconds
+    # eight times the text; a quadratic search takes 64 times as long, which is seconds
     slow = [row for row in times if row[2] > 30 * row[1] and row[2] > 1000]
     assert slow == []
 

@@ -273,7 +273,7 @@ def test_markdown_reasoning_and_tool_calls(use_page: Use, scripted_server: Serve
     assert "get_weather" in seen["call"]
     assert "Oslo" in seen["call"]
     assert seen["final"] == "It is sunny in Oslo."
-    # a frozen page, an expanded formula and a lost text would be the faults
+    # the test detects a frozen page, an expanded formula and lost text
     bomb = "$\\def\\a{xx}\\def\\b{\\a\\a}\\b$"
     assert seen["hostile"]["bomb"] == bomb
     assert seen["hostile"]["slow"] == 80_000
@@ -306,7 +306,8 @@ def test_an_export_can_be_imported(use_page: Use, server: ServerProcess):
 
 
 def test_tabs_keep_all_that_each_of_them_writes(use_page: Use, server: ServerProcess):
-    """The tab that wrote last replaced the conversation, with all that other tabs had added."""
+    """The tab that wrote last replaced the conversation, including everything that other tabs had
+    added."""
     seen = use_page("tabs", server.url)
     assert seen["stored"] == seen["expected"]
     assert seen["revision"] == len(seen["expected"]) + 1

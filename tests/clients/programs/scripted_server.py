@@ -76,8 +76,8 @@ Write each call as <tool_call>
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# The same for a model that thinks: it renders the reasoning of earlier turns, and ends the prompt
-# with empty reasoning if the request turns it off.
+# The same for a model that thinks: the template renders the reasoning of earlier turns, and ends
+# the prompt with empty reasoning if the request turns it off.
 THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ message.content or '' }}",
     """\
