@@ -8,8 +8,8 @@ _STAT = Path("/proc/stat")
 
 
 class OtherPrograms:
-    """Measures the CPU time that other programs use while tests run. Their own are the descendants
-    of the process that started pytest's workers."""
+    """Measures the CPU time that other programs use while tests run. The tests' own processes are
+    the descendants of the process that started pytest's workers."""
 
     def __init__(self) -> None:
         is_worker = "PYTEST_XDIST_WORKER" in os.environ

@@ -1,6 +1,6 @@
 """A lock for latency measurements: no other test runs at the same time.
 
-A limit such as "at most twice as long" is about the server and the attack. Tests of other pytest
+A limit such as "at most twice as long" concerns the server and the attack. Tests of other pytest
 workers would use the same two cores. So each test holds a shared lock, and a measurement takes it
 exclusively: it starts after the running tests have ended, and the next tests wait for it.
 """

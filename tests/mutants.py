@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: small faults in the product, drawn by chance, for the tests to find.
+"""`python -m tests.mutants`: small random faults in the product, for the tests to find.
 
 `draw` prints the faults. `run` tries them, one after the other, in a clone of a commit, on one tier
 of tests (tests/tiers.py) after the other:
@@ -122,7 +122,7 @@ def find_sites(file: str, source: bytes) -> Iterator[Mutant]:
 
     for node, parents in _walk(ast.parse(source)):
         for kind, whole, first, last in _find_parts(node, parents):
-            # what changes: the node, or the operator between two nodes
+            # the part that changes: the node, or the operator between two nodes
             part = span(first) if first is last else slice(span(first).stop, span(last).start)
             old = source[part].decode()
             new = _replace(kind, old)

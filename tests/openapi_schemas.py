@@ -102,7 +102,7 @@ RULES: Mapping[str, Sequence[Any]] = {
     ),
 }
 
-# Fields that must be set, but which the structs need not have, because they may have older names.
+# Fields that must be set, but that are optional in the structs, because they may have older names.
 REQUIRED = {
     "OllamaNameRequest": ["model"],
     "OllamaShowRequest": ["model"],

@@ -1,7 +1,8 @@
-"""pytest plugins that write files: what each test costs (`--costs`), and the results (`--results`).
+"""pytest plugins that write files: the cost of each test (`--costs`), and the results
+(`--results`).
 
-Knows: pytest's hooks, CPU times, audit events. Must not know: which tests run where, and what a
-failure means for CI (tests/durations.py, tests/run_parts.py).
+Knows: pytest's hooks, CPU times, audit events. Must not know: which tests run where, and the
+meaning of a failure for CI (tests/durations.py, tests/run_parts.py).
 """
 
 import json

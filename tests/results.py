@@ -16,7 +16,7 @@ VOID = "void: "
 @dataclass
 class Results:
     """passed, skipped: numbers of tests. failures: the output of each failed test, by its ID. void:
-    the reason of each void test, by its ID. figures: what tests marked `timing` have printed."""
+    the reason of each void test, by its ID. figures: the output of tests marked `timing`."""
 
     passed: int = 0
     skipped: int = 0

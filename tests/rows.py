@@ -1,6 +1,6 @@
 """A table of cases as one test with a subtest for each row: `@rows` in place of `parametrize`.
 
-Each item that pytest collects costs time and memory in every worker, also if its test takes
+Each item that pytest collects costs time and memory in every worker, even if its test takes
 microseconds. A row costs less. It is reported by its ID if it fails or skips, and the remaining
 rows run.
 
@@ -26,7 +26,7 @@ import pytest
 
 Test = Callable[..., None]
 
-# what `pytest.param` returns; pytest has no public name for it
+# the type that `pytest.param` returns; pytest has no public name for it
 _Param: Any = type(pytest.param())
 
 # characters of a value that is its own ID
@@ -53,8 +53,9 @@ def rows(
     kinds can be combined; then every item has all rows. A table without rows fails. Marks of single
     rows, coroutines and property tests are not supported.
 
-    parts: the number of items to which the rows are dealt in turn. More than one, at the outermost
-    decorator, lets several workers share a table that takes more than about five seconds."""
+    parts: the number of items among which the rows are distributed in turn. More than one, at the
+    outermost decorator, lets several workers share a table that takes more than about five
+    seconds."""
     table = _read_rows(names, values, ids)
 
     def decorate(function: Test) -> Test:

@@ -6,7 +6,7 @@ tests test. It needs only the standard library, because it runs before anything 
 A part that runs pytest fails if a test fails in it and again in each of the part's repetitions,
 where it runs alone. A test that fails and then passes is flaky: the table at the end lists it, its
 outputs are printed, and build/flaky.json keeps it. A test that compares clocks is void if other
-programs used the machine (tests/conftest.py), which is no failure.
+programs used the machine (tests/conftest.py), which is not a failure.
 """
 
 import argparse
@@ -58,8 +58,8 @@ class Part:
 @dataclass
 class PartResult:
     """outcome: "passed", "FAILED" or "NOT RUN". failed, flaky: the outputs of each test, by its
-    ID. void: the reasons. figures: what tests that compare clocks have printed. notes: lines for
-    the reader."""
+    ID. void: the reasons. figures: the output of tests that compare clocks. notes: lines for the
+    reader."""
 
     name: str
     outcome: str = "passed"

@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
 
-# Seconds of a drain that ends before: the test would fail after `TIMEOUT`.
+# Seconds of a drain that ends earlier: the test would fail after `TIMEOUT`.
 NEVER = 100 * TIMEOUT
 
 

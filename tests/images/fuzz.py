@@ -3,8 +3,8 @@
     python -m tests.images.fuzz [COUNT [SEED]]
 
 Prints how many files were rejected by their header, decoded, or reported as damaged. An exception
-of any other type is a failure. A crash or a limit of the process is counted: it costs the image, as
-in a server.
+of any other type is a failure. A crash or a limit of the process is counted: only the image fails,
+as in a server.
 """
 
 import asyncio

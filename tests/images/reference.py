@@ -111,8 +111,8 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def make_variants(photo: PillowImage.Image) -> Mapping[str, PillowImage.Image]:
-    """Returns the shapes that distinguish the rules: tiny, extremely wide and high images, odd
-    sizes, exact multiples of all patches, and halves that are rounded to even."""
+    """Returns the shapes that exercise the rules: tiny, extremely wide and high images, odd sizes,
+    exact multiples of all patches, and halves that are rounded to even."""
     photo = photo.convert("RGB")
     width, height = photo.size
     sizes = {
@@ -162,7 +162,7 @@ def _to_bytes(tile: np.ndarray) -> bytes:
 
 
 def _join_patches(family: Family, output: Any, patches: np.ndarray) -> np.ndarray:
-    """Returns the image [3, height, width] of which the patches were made."""
+    """Returns the image [3, height, width] from which the patches were made."""
     size, merge = family.patch, family.merge
     if "image_grid_thw" in output:
         _, rows, columns = (int(one) for one in output["image_grid_thw"][0])

@@ -12,8 +12,8 @@ Pixels = PillowImage.Image
 
 
 def make_gradient(width: int, height: int) -> Pixels:
-    """Returns an RGB image whose three channels differ, so that no mistake of an axis or of a
-    channel is hidden."""
+    """Returns an RGB image whose three channels differ, so that a mistake in an axis or a channel
+    is detected."""
     across = PillowImage.linear_gradient("L").rotate(90).resize((width, height))
     down = PillowImage.linear_gradient("L").resize((width, height))
     circles = PillowImage.radial_gradient("L").resize((width, height))

@@ -12,7 +12,7 @@ from tests.images.samples import Pixels, encode, make_exif, make_gradient
 
 
 def show(data: bytes) -> Pixels:
-    """Returns the decoded image without a change of its size."""
+    """Returns the decoded image without resizing it."""
     size = PillowImage.open(io.BytesIO(data)).size
     exif = PillowImage.open(io.BytesIO(data)).getexif().get(274, 1)
     width, height = size if exif < 5 else size[::-1]

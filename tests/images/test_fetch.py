@@ -125,7 +125,7 @@ def test_other_hosts_cannot_be_listed(name: str):
 
 
 def fetch(answer: Answer, url: str = f"https://{HOST}:443/a/b.png?c=1#d") -> bytes:
-    """Returns what is fetched from a TLS server on this machine that answers so."""
+    """Returns the data fetched from a TLS server on this machine that answers like this."""
 
     async def resolve(host: str) -> list[str]:
         assert host == HOST

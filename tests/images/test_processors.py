@@ -1,4 +1,4 @@
-"""The plans of all families: the limit of tokens, the detail, settings and model types."""
+"""The plans of all families: the token limit, the detail, settings and model types."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -31,8 +31,8 @@ MACHINES = (8, 16, 24, 32, 64, 128)
 # the share of the machine's memory that is the default budget on a CPU
 BUDGET_SHARE = 0.7
 
-# the share of the budget for the weights and one conversation, so that the working space of a step
-# has the rest
+# the share of the budget for the weights and one conversation, so that the rest is available for
+# the working space of a step
 USED_SHARE = 0.9
 
 # the memory in GiB from which macOS recommends three quarters of it instead of two thirds
@@ -63,7 +63,7 @@ NAMES = (
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
     """Bytes. weights: by bits per weight, without those that the model does not have. kv: by
-    context. per_1024: what 1,024 more tokens of a long conversation take."""
+    context. per_1024: the size of 1,024 more tokens of a long conversation."""
 
     name: str
     weights: dict[int, int]

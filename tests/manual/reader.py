@@ -157,7 +157,7 @@ class Reader:
             **({"READER_SERVERS": str(self.folder / "servers")} if self.kept_servers else {}),
             # the commands find the server at this port
             "MLXRUNNER_PORT": str(self.port),
-            # the models of the test may not end their answers
+            # the models of the test may never end their answers
             "MLXRUNNER_MAX_TOKENS": "50",
             "NO_PROXY": "127.0.0.1,localhost",
             **self.environment,

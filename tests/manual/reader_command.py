@@ -1,4 +1,4 @@
-"""`mlxrunner` as a reader of the manual runs it: the real program, with the hands of a reader.
+"""`mlxrunner` as a reader of the manual runs it: the real program, with the actions of a reader.
 
 - `serve` runs until its models are ready, and then gets SIGTERM. If READER_SERVERS names a folder,
   it keeps running in the background, and the next server on its port replaces it.

@@ -1,4 +1,4 @@
-"""Each configuration in the manual is loaded by the program that reads it, as far as it is here.
+"""Each configuration in the manual is loaded by the program that reads it, if it is installed here.
 
 Settings of other programs are parsed, and each address of the server in them must answer.
 """

@@ -1,8 +1,8 @@
 """Each shell block of the manual runs: in bash, in an empty folder, with the real `mlxrunner`
 against a real server with the built-in model and a stand-in of the Hugging Face hub.
 
-Programs that cannot run here are stubs (stubs.py). The tables below have all that a block needs
-beyond its text. A row that no block needs fails a test.
+Programs that cannot run here are stubs (stubs.py). The tables below contain everything that a block
+needs beyond its text. A row that no block needs fails a test.
 """
 
 import contextlib
@@ -75,12 +75,12 @@ REPOSITORY = (
 LOAD = "READER_MEMO= mlxrunner run qwen3:4b hello"
 REPORT = "echo 'What is mlxrunner?' > report.txt"
 
-# Commands that come before a block, because its text presupposes what they do.
+# Commands that run before a block, because its text assumes their effects.
 PREPARATIONS = (
     Row("README.md", "cat report.txt", REPORT),
     Row("docs/commands.md", "git diff", f"{REPORT} && {REPOSITORY}"),
     Row("docs/models.md", "git diff", f"{REPORT} && {REPOSITORY}"),
-    # rm deletes no loaded model, and an earlier block may have loaded it
+    # rm does not delete a loaded model, and an earlier block may have loaded it
     Row("docs/commands.md", "mlxrunner rm ", f"{LOAD} && mlxrunner stop qwen3:4b"),
     # rm has deleted it
     Row("docs/commands.md", "mlxrunner cp ", "mlxrunner pull mlx-community/Qwen3-4B-4bit"),
@@ -105,7 +105,7 @@ PREPARATIONS = (
 # Patterns in the output of a block that Ctrl-C ends: it is endless.
 ENDLESS = (Row("docs/page.md", "curl -N", r"event: status[\s\S]*event: prefix"),)
 
-# Patterns in the output of a block: what the page says that it prints.
+# Patterns in the output of a block: the output that the page describes.
 OUTPUTS = (
     Row("README.md", "curl ", r'"content":"mlxrunner is a small server for language models\.'),
     Row("README.md", "mlxrunner list", r"builtin .*"),

@@ -73,7 +73,7 @@ def build_untrained(case: Case) -> Any:
 def find_cache_kind(model: Any) -> str:
     """The properties that the engine depends on: the types of the layers' caches, whether layers
     attend to the keys of others, and whether a batch gives the same bits. Experts do not count:
-    they compute each position on its own."""
+    they compute each position separately."""
     kind = " + ".join(sorted({_describe_cache(layer) for layer in model.make_kv()}))
     sources: list[int] = getattr(getattr(model, "model", None), "sources", [])
     if len(set(sources)) < len(sources):

@@ -1,4 +1,4 @@
-"""Writes tests/models/encoder_reference.json: what transformers computes with tiny encoders.
+"""Writes tests/models/encoder_reference.json: the output of transformers for tiny encoders.
 
 It needs torch, and therefore the environment of `make parity` (requirements/parity.in):
 

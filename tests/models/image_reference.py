@@ -1,4 +1,4 @@
-"""Writes tests/models/image_reference.json: what transformers computes with tiny text models whose
+"""Writes tests/models/image_reference.json: the output of transformers for tiny text models whose
 prompts have image rows.
 
 It needs torch, and therefore the environment of `make parity` (requirements/parity.in):

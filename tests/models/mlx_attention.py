@@ -115,8 +115,8 @@ def _cuda_supports_vector(call: Call) -> bool:
 @dataclass(kw_only=True)
 class StandInAttention:
     """Takes the place of mx.fast.scaled_dot_product_attention on a device that does not exist here.
-    itemsize: the size of the numbers that the device would use. calls: what was computed, and
-    how."""
+    itemsize: the size of the numbers that the device would use. calls: the computations, and their
+    methods."""
 
     device: AttentionDevice
     itemsize: int = 2

@@ -1,5 +1,5 @@
-"""A prefill holds no more memory than the ledger reserves, on every device, and pieces of attention
-equal the whole.
+"""A prefill holds no more memory than the ledger reserves, on every device, and attention computed
+in pieces equals attention computed as a whole.
 
 No GPU is needed: the device is patched in, and MLX's choice of kernels comes from a transcription
 of its source (tests/models/mlx_attention.py).
@@ -78,7 +78,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 @contextmanager
 def patched_device(device: AttentionDevice) -> Generator[None]:
-    """The code of the models and the ledger believes that this is the device."""
+    """The code of the models and the ledger sees this as the device."""
     with pytest.MonkeyPatch.context() as patch:
         if device is AttentionDevice.CPU:
             patch.setattr(kernels, "_module", None)
@@ -222,8 +222,8 @@ def test_pieces_equal_the_whole(limit: int, mask: str | None, extra: str) -> Non
 
 @pytest.mark.parametrize("device", [AttentionDevice.KERNELS, AttentionDevice.CPU])
 def test_latent_attention_in_pieces_equals_the_whole(device: AttentionDevice) -> None:
-    """With our kernels, to the bit: heads are computed one by one. With MLX's operations, to their
-    rounding."""
+    """With our kernels, the bits are equal, because heads are computed one by one. With MLX's
+    operations, to their rounding."""
     outputs: list[np.ndarray] = []
     for limit in (1 << 30, 1 << 20):
         with patched_device(device), piece_limit(limit):

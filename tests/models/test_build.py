@@ -118,7 +118,7 @@ def test_other_quantization_methods_are_refused() -> None:
 
 
 def choose_packing(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-    """Like the recipes of mlx-lm, with more formats than any of them."""
+    """Like mlx-lm's recipes, but with more formats."""
     if "v_proj" in path:
         return {"group_size": 64, "bits": 8, "mode": "affine"}
     if "down_proj" in path:

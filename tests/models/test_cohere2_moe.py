@@ -1,4 +1,4 @@
-"""Cohere 2 MoE, compared with its formulas in float64. mlx-lm has no class of it; `make parity`
+"""Cohere 2 MoE, compared with its formulas in float64. mlx-lm has no class for it; `make parity`
 compares with transformers."""
 
 from collections.abc import Mapping

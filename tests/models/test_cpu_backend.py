@@ -20,8 +20,8 @@ from models.cpu_backend import CpuBackend, CpuBackendError
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# a BLAS with row-major products only, which counts calls. Its gemv multiplies the output buffer
-# with beta even if beta is 0
+# a BLAS with row-major products only, which counts calls. Its gemv multiplies the output buffer by
+# beta even if beta is 0
 BLAS = """
 #define GLUE(a, b) a##b
 #define NAME(a, b) GLUE(a, b)
@@ -189,7 +189,7 @@ def test_the_error_for_an_unusable_library_names_the_variable(requested: str, wo
     [
         ("stock", "report(**select())", "MLXRUNNER_BLAS is stock"),
         ("", "product(); report(**select())", "mlx.core was already imported before models"),
-        # also if a library was requested: the report must be true
+        # even if a library was requested: the report must be true
         (
             "openblas",
             "product(); report(**select())",
@@ -313,7 +313,7 @@ def shim_and_fake(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 def test_products_of_few_rows_use_gemv_with_the_same_result(
     shim_and_fake: tuple[Any, Any], data: st.DataObject
 ) -> None:
-    """The output buffer has content, which must count only if beta is not 0."""
+    """The output buffer has content, which must be used only if beta is not 0."""
     ours, behind = shim_and_fake
     rows, columns, depth = (data.draw(st.integers(0, most)) for most in (7, 9, 11))
     turned_a, turned_b = data.draw(st.booleans()), data.draw(st.booleans())

@@ -49,7 +49,7 @@ def sum_experts(
     chosen: mx.array,
     shares: mx.array,
 ) -> np.ndarray:
-    """The sum token by token and expert by expert, in float64."""
+    """The sum, computed token by token and expert by expert in float64."""
     names = ("gate_proj", "up_proj", "down_proj")
     weights = {name: np.array(weight(experts[name]), np.float64) for name in names}
     biases = {name: np.array(experts[name].bias, np.float64) for name in names}

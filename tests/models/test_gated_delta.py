@@ -22,7 +22,7 @@ KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
 
 def make_inputs(seed: int, length: int, batch: int = 1) -> dict[str, np.ndarray[Any, Any]]:
-    """Keys of length one, beta from 0 to 1, decays from almost none to almost complete, and a state
+    """Keys of length one, beta from 0 to 1, decay from almost none to almost complete, and a state
     that is not zero."""
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((batch, length, KEY_HEADS, KEY))

@@ -1,4 +1,4 @@
-"""GLM-4 MoE Lite: what differs from DeepSeek V3, whose tests compare both forms of attention."""
+"""GLM-4 MoE Lite: the differences from DeepSeek V3, whose tests compare both forms of attention."""
 
 from models import deepseek_v3, glm4_moe_lite
 from tests.models.architectures import Case

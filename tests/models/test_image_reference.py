@@ -1,4 +1,4 @@
-"""Text models with image rows compute what transformers computes, and a sequence with images has
+"""Text models with image rows give the same results as transformers, and a sequence with images has
 the same bits in any chunks and batches.
 
 The references are in image_reference.json, which image_reference.py writes.

@@ -77,8 +77,8 @@ def test_a_kv_cache_agrees_with_its_history(operations: list[int], seed: int) ->
 def test_a_rotating_cache_agrees_with_its_window(
     operations: list[int], window: int, seed: int
 ) -> None:
-    """Upstream lost the tail that was not yet overwritten when it appended after a wrap, and
-    trimmed positions that it no longer had (Ollama's x/mlxrunner/cache of March 2026)."""
+    """Upstream lost the part of the tail that was not yet overwritten when it appended after a
+    wrap, and trimmed positions that it no longer had (Ollama's x/mlxrunner/cache of March 2026)."""
     cache, history = RotatingKVCache(window), History(seed)
     for operation in operations:
         if operation > 0:

@@ -1,5 +1,5 @@
-"""Adapters: their formats, the sum with the model's layers, and that a row has the same bits in
-every batch."""
+"""Adapters: their formats, their sum with the model's layers, and equal bits for a row in every
+batch."""
 
 import zlib
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def test_every_layer_of_every_architecture_is_changed_or_rejected(case: Case) ->
             del changes[name]
             # a layer that is wrapped stays wrapped, which models that use its weight do not support
             adapted = AdaptedModel(base)
-    # all but the indexer of DeepSeek V3.2, and what Gemma 3n casts to float32 (AltUp)
+    # all but the indexer of DeepSeek V3.2, and the layers that Gemma 3n casts to float32 (AltUp)
     assert len(changes) == len(linear) or case.config["model_type"] in ("deepseek_v32", "gemma3n")
     adapted.select([adapted.add(changes)])
     for name, one in changes.items():

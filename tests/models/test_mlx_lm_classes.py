@@ -346,7 +346,7 @@ def test_a_class_that_computes_something_else_is_rejected(kind: str) -> None:
     config, reason = REJECTED[kind]
     case = Case(name="rejected", config={"model_type": kind, **config})
     with pytest.raises(ModelError, match=reason):
-        # some faults show in a pass only, as in the first check of a model that is loaded
+        # some faults appear only in a forward pass, like the first check of a loaded model
         is_batch_invariant(build_untrained(case))
 
 

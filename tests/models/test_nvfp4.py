@@ -35,7 +35,7 @@ def quantize_experts(plain: mx.array) -> tuple[dict[str, mx.array], mx.array]:
 
 
 def noise(*shape: int, key: int = 0) -> mx.array:
-    # small: without the global scale, the scales of groups would be below the range of e4m3
+    # small: without the global scale, the group scales would be below the range of e4m3
     return 0.002 * mx.random.normal(shape, key=mx.random.key(key))
 
 

@@ -1,5 +1,5 @@
-"""The `quantization_config` of other quantizers: what is supported, and what the tensors do not
-show."""
+"""The `quantization_config` of other quantizers: the supported methods, and the facts that the
+tensors do not show."""
 
 from collections.abc import Mapping
 from typing import Any

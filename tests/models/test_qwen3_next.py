@@ -113,7 +113,7 @@ def logits(config: Any, weights: dict[str, mx.array]) -> np.ndarray[Any, Any]:
 
 
 def in_bfloat16(model: Any) -> Any:
-    """The model with all weights in bfloat16, also those that checkpoints have in float32."""
+    """The model with all weights in bfloat16, including those that checkpoints have in float32."""
     model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
     return model
 

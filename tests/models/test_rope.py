@@ -239,7 +239,7 @@ def test_both_spellings_of_the_config_are_read() -> None:
     assert settings(rope_theta=5.0, rope_scaling={"factor": 2}) == (5.0, {"factor": 2})
     both = {"rope_theta": 7.0, "rope_type": "default"}
     assert settings(rope_parameters=both) == (7.0, both)
-    # a model saved with the newer keys, whose context was extended by hand with the older keys
+    # a model saved with the newer keys, whose context was extended manually with the older keys
     assert settings(rope_parameters=both, rope_scaling={"factor": 2}) == (7.0, {"factor": 2})
 
 

@@ -62,9 +62,9 @@ def draw_weights(name: str) -> dict[str, mx.array]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """alone: the logits [L, V] of each way. rows: [B, steps, V] of a batch. one_by_one: the same
-    steps, each sequence alone. invariant: whether the bits must not depend on chunks. expected: the
-    COLUMNS of the reference."""
+    """alone: the logits [L, V] of each way to compute them. rows: [B, steps, V] of a batch.
+    one_by_one: the same steps, each sequence alone. invariant: whether the bits must not depend on
+    chunks. expected: the COLUMNS of the reference."""
 
     alone: Mapping[str, np.ndarray]
     rows: np.ndarray

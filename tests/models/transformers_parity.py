@@ -73,7 +73,7 @@ _BLIND = {
 
 def main(filters: Sequence[str]) -> int:
     """filters: run the cases whose id contains one of these strings; by default all cases."""
-    # for models of this size, threads cost more than they gain
+    # for models of this size, threads cost more than they save
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

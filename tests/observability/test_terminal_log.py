@@ -1,4 +1,4 @@
-"""Log lines at a terminal: short, in colour, and safe against what clients send."""
+"""Log lines at a terminal: short, in color, and safe against client input."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Traces as a collector gets them: OTLP over HTTP with protobuf."""
+"""Traces as a collector receives them: OTLP over HTTP with protobuf."""
 
 import asyncio
 import socket

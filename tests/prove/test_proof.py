@@ -124,7 +124,7 @@ def test_conversations_alternate_between_the_adapters_and_the_model(
 def test_a_correct_engine_passes_every_condition(
     files: ModelFiles, kv: KVPrecision, context: int | None
 ) -> None:
-    """Also with a context that was set, and with one that is longer than that of the model."""
+    """Also with a configured context, and with one that is longer than the model's."""
     reference, reports = prove(files, kv=kv, context=context)
     assert reference.capacity.kv_dtype == kv
     assert [len(chain) for chain in reference.chains] == [2] * CONVERSATIONS

@@ -3,10 +3,10 @@
     python -m tests.models.gguf.fuzz 1000000
     python -m tests.models.gguf.fuzz --case 1234      # one file, with the traceback
 
-Every mutation must give a valid model or an error of one line that names the file, and neither may
-take long or much memory. The command mutates a model of each architecture, limits the address space
-of the process and the time of each file, and prints the number of each outcome, the slowest file
-and the peak memory. A file depends only on its number.
+Every mutation must give a valid model or a one-line error that names the file, and neither may take
+much time or memory. The command mutates a model of each architecture, limits the address space of
+the process and the time of each file, and prints the number of each outcome, the slowest file and
+the peak memory. A file depends only on its number.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from tests.models.gguf.raw_file import (
 EXTREMES = (0, 1, 2, 3, 7, 31, 32, 63, 64, 65, 255, 256, 4096, 1 << 16, 1 << 20, (1 << 31) - 1)
 EXTREMES += (1 << 31, (1 << 32) - 1, 1 << 40, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 
-# the values of strings: architectures and tokenizers, and invalid ones
+# the values of strings: architectures, tokenizers, and invalid values
 _TEXTS = (
     b"",
     b"llama",

@@ -1,4 +1,4 @@
-"""Models in GGUF compute what the same weights compute in the layout of the hub."""
+"""Models in GGUF give the same results as the same weights in the layout of the hub."""
 
 import json
 import os

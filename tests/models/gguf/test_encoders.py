@@ -1,4 +1,4 @@
-"""Encoders in GGUF compute what transformers computes with the same weights."""
+"""Encoders in GGUF give the same results as transformers with the same weights."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mutated GGUF files give a valid model or an error of one line, and so does any content of their
+"""Mutated GGUF files give a valid model or a one-line error, and so does any content of their
 blocks."""
 
 import struct

@@ -1,5 +1,5 @@
 """The vision tower in a file of Ollama's own converter is the same as in a projector file of
-llama.cpp, and computes what the same tower computes in the layout of the hub, to the bit."""
+llama.cpp, and has the same bits as the same tower in the layout of the hub."""
 
 import re
 from collections.abc import Callable

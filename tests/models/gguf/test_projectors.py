@@ -1,5 +1,5 @@
-"""A vision tower in a projector file computes what the same tower computes in the layout of the
-hub, to the bit."""
+"""A vision tower in a projector file gives the same bits as the same tower in the layout of the
+hub."""
 
 import re
 from collections.abc import Callable, Mapping

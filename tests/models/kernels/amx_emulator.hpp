@@ -50,7 +50,7 @@ class AmxEmulator {
     return static_cast<std::uint64_t>(context->uc_mcontext.gregs[kGregs[number]]);
   }
 
-  // p: at the ModRM byte, and then behind the operand.
+  // p: at the ModRM byte, and then after the operand.
   static Operand read_memory(const ucontext_t* context, const std::uint8_t*& p, bool x, bool b) {
     const int mod = *p >> 6, rm = *p & 7;
     p++;

@@ -128,7 +128,7 @@ struct Owned {
   }
 };
 
-// y = x w^T, rows [begin, end) of w, in the way of `multiply`.
+// y = x w^T, rows [begin, end) of w, like `multiply`.
 void matmul(const Matrix& w, const float* x, std::int64_t count, const float* bias, float* y,
             std::int64_t begin, std::int64_t end) {
   const Kernels& k = kernels();
@@ -205,6 +205,7 @@ void check_matmul(Draw& draw, Fingerprint& seen) {
     }
     double allowed = (static_cast<double>(width) + 8) * 0x1p-24 * size + 1e-40;
     // values of x are rounded to integers, and the bias and numbers of a group can nearly cancel
+    // out
     const double rounding = w.planes == 3 ? 0x1.1p-24 : w.planes == 2 ? 0x1.1p-16 : 0x1.1p-8;
     if (w.group) allowed += most * (whole * rounding + 0x1p-20);
     // numbers of block types may be small differences of larger ones of the same group

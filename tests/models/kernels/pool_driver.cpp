@@ -21,8 +21,8 @@ void run_often(int rounds) {
     done.assign(static_cast<std::size_t>(count) * 3, 0);
     pool.run(count, [&](std::int64_t i) {
       int* own = &done[static_cast<std::size_t>(i) * 3];
-      // Runs on this thread or on several: if another thread used the pool when this part began, it
-      // can be free now. So each part writes its own counter.
+      // Runs on this thread or on several: if another thread was using the pool when this part
+      // began, the pool may be free now. So each part writes its own counter.
       pool.run(i % 3, [&](std::int64_t j) { own[1 + j] += 1; });
       own[0] += 1;
     });

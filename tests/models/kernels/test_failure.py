@@ -80,7 +80,7 @@ def test_a_failure_is_raised_and_blocks_no_thread(program: str) -> None:
 
 
 def test_kernels_of_another_version_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an update of the source without `make`, a new operation would be missing."""
+    """After updating the source without running `make`, a new operation would be missing."""
     monkeypatch.setattr(kernels, "_INTERFACE", 0)
     found, built, why = kernels._load_extension()
     assert (found, built) == (None, True)

@@ -304,7 +304,7 @@ ARCHITECTURES: Sequence[tuple[Any, Any, tuple[bool, bool]]] = (
     (llama, {}, (True, True)),
     (qwen2, {}, (True, True)),
     (qwen3, {}, (True, True)),
-    # experts are no gated MLP; scaled queries need their own attention
+    # experts are not a gated MLP; scaled queries need their own attention
     (gpt_oss, {"num_local_experts": 4, "num_experts_per_tok": 2}, (True, False)),
     (
         ministral3,
@@ -343,7 +343,7 @@ def test_applying_the_layout_again_changes_nothing() -> None:
 
 
 def test_a_dropped_block_is_freed_at_once() -> None:
-    """Weights that wait for garbage collection are memory that the next model lacks."""
+    """Weights that wait for garbage collection take memory from the next model."""
     block = BlockSpec().block()
     mx.eval(block(draw_array(1, 1, HIDDEN), KVCache()))
     alive = weakref.ref(block)

@@ -144,7 +144,7 @@ def test_an_install_succeeds_after_a_compile_error_and_keeps_the_log(project):
 @pytest.mark.exhaustive
 @compiler
 def test_a_module_built_with_another_nanobind_is_not_installed(project):
-    """With another nanobind than that of MLX, our functions would reject MLX's arrays."""
+    """With a different nanobind than MLX's, our functions would reject MLX's arrays."""
     source = project / "models/kernels/src"
     (source / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(other LANGUAGES CXX)\n"

@@ -123,7 +123,7 @@ def test_sorting_rows_by_experts_changes_no_bits() -> None:
 
 
 def test_a_norm_accepts_any_type() -> None:
-    """An mxfp4 embedding returns bfloat16, which the next norm refused once."""
+    """An mxfp4 embedding returns bfloat16, which the next norm used to reject."""
     plain, x = nn.RMSNorm(WIDTH), draw_array(3, WIDTH).astype(mx.bfloat16)
     plain.weight = draw_array(WIDTH)
     assert_close(make_kernel_layer(plain)(x), plain(x.astype(mx.float32)))

@@ -257,7 +257,8 @@ def test_it_counts_the_tokens_that_other_ranks_drew() -> None:
 
 
 def test_a_history_longer_than_the_buffer_is_kept() -> None:
-    """Each token is drawn once, and then again, because each draw lowers its logit by the same."""
+    """Each token is drawn once, and then again, because each draw lowers its logit by the same
+    amount."""
     state = make_state(temperature=0.0, frequency_penalty=1.0, vocab=100, prompt=())
     logits, tokens = mx.array(np.linspace(0.5, 0.0, 100, dtype=np.float32)[None]), list[int]()
     for count in (70, 90, 40):

@@ -306,8 +306,8 @@ def test_most_models_are_batch_invariant(case: Case) -> None:
 @rows("kind", KINDS)
 @rows("name", ["llama-plain", "gemma3_text", "mixtral", "gpt_oss"])
 def test_packed_prompts_have_the_bits_of_separate_prompts(name: str, kind: str) -> None:
-    """Of any lengths, also longer than the windows and the limit of the fused operations, twice in
-    a row, and with cached positions."""
+    """Of any lengths, including longer than the windows and the limit of the fused operations,
+    twice in a row, and with cached positions."""
     case = next(case for case in cases() if case.id.startswith(name))
     model = build_model(case, *KINDS[kind])
     assert can_pack(model)

@@ -1,4 +1,4 @@
-"""Writes tests/models/vision/reference.json: what transformers computes with tiny vision towers.
+"""Writes tests/models/vision/reference.json: the output of transformers for tiny vision towers.
 
 It needs torch, and therefore the environment of `make parity` (requirements/parity.in):
 

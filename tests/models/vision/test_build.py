@@ -63,7 +63,7 @@ def to_channels_last(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     }
 
 
-# a case, a prefix in its names, and another one of other checkpoints
+# a case, a prefix in its names, and an alternative in other checkpoints
 NAMES = [
     (QWEN, "model.visual.", "visual."),
     (QWEN, "model.visual.", "vision_tower."),
@@ -143,7 +143,7 @@ def test_an_unknown_tensor_is_named(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_quantized_layers_are_found_by_their_scales(name: str):
-    """A tower with some quantized layers computes what it computes with their values."""
+    """A tower with some quantized layers gives the same output as with the dequantized weights."""
     quantized, dequantized = dict[str, mx.array](), dict[str, mx.array]()
     for key, array in draw_weights(name).items():
         if array.ndim != 2 or array.shape[-1] % 32 or not key.endswith(".weight"):
