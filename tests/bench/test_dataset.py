@@ -175,7 +175,7 @@ def test_an_empty_file_and_another_encoding_are_rejected(tmp_path: Path) -> None
     with pytest.raises(AppError, match="has no requests"):
         read_trace(write_trace(tmp_path, "", " "))
     (tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(AppError, match="is not a UTF-8 text"):
+    with pytest.raises(AppError, match="is not UTF-8 text"):
         read_trace(tmp_path / "latin")
 
 

@@ -362,12 +362,12 @@ SHAPES = [
     Shape(
         id="an adapter of mlx-lm beside a model",
         change=tensors("adapters.safetensors", "x"),
-        log="the LoRA adapter adapters.safetensors beside the model is not used",
+        log="the LoRA adapter adapters.safetensors next to the model is not used",
     ),
     Shape(
         id="an adapter of PEFT beside a model",
         change=tensors("adapter_model.safetensors", "x"),
-        log="the LoRA adapter adapter_model.safetensors beside the model is not used",
+        log="the LoRA adapter adapter_model.safetensors next to the model is not used",
     ),
     # config.json
     Shape(
@@ -412,7 +412,7 @@ SHAPES = [
     Shape(
         id="tiktoken only",
         change=rename("tokenizer.json", "tiktoken.model"),
-        error="has a tiktoken.model, but no tokenizer.json: how a text is split",
+        error="has a tiktoken.model, but no tokenizer.json: only the model's own code",
     ),
     Shape(
         id="tekken only",

@@ -177,6 +177,6 @@ def test_a_folder_of_kimi_gets_a_tokenizer_once(
 def test_a_folder_with_unknown_code_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "other", config)
     with pytest.raises(
-        AppError, match=r"has a tiktoken\.model, but no tokenizer\.json: how a text is"
+        AppError, match=r"has a tiktoken\.model, but no tokenizer\.json: only the model's own code"
     ):
         store.resolve(str(folder))
