@@ -106,7 +106,7 @@ class Array:
         return found
 
     def numbers(self, limit: int) -> list[int] | list[float]:
-        """Returns the first elements, up to `limit`. Raises ValueError for an array of another
+        """Returns the first elements, up to `limit`. Raises ValueError for an array of any other
         type."""
         count = min(self.count, limit)
         for name, code, _ in _SCALARS.values():

@@ -70,7 +70,7 @@ def choose_projectors(model: str, names: Iterable[str]) -> list[str]:
 
 
 def find_projectors(path: Path) -> list[Path]:
-    """Returns the projectors beside a model's file, the best one first."""
+    """Returns the projectors next to a model's file, the best one first."""
     names = [one.name for one in path.parent.glob(f"*{_SUFFIX}") if is_projector(one.name)]
     found = [path.parent / name for name in choose_projectors(path.name, names)]
     return [one for one in found if one.is_file()]
