@@ -76,7 +76,7 @@ BETWEEN_FIELDS = (
     "is not a data URL",
     "send PNG, JPEG, WebP or GIF",
     "the image is not valid base64",
-    "is of the variant for URLs",
+    "uses the URL-safe alphabet",
     "is not supported: send the image itself",
     "is not supported: send its text",
     "did you mean",  # an unknown field that resembles a known one

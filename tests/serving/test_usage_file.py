@@ -92,7 +92,7 @@ def test_a_damaged_file_counts_from_zero(content: str, tmp_path: Path):
     finally:
         usage_file.log.removeHandler(handler)
     assert [record.levelname for record in logged] == ["WARNING"]
-    assert "begin at zero" in logged[0].getMessage()
+    assert "start at zero" in logged[0].getMessage()
 
 
 def test_a_folder_that_cannot_be_written_is_reported_once(

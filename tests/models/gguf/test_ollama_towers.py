@@ -134,7 +134,7 @@ def rename(old: str, new: str) -> Callable[[Weights], None]:
             rename("v.deepstack_merger.1.norm.bias", "v.deepstack_merger.2.norm.bias"),
             "does not have the level of the tensor v.deepstack_merger.2.norm.bias",
         ),
-        ("gemma4-clipped", remove("v.blk.0.attn_q.input_max"), "limits of values in v.clamp_data"),
+        ("gemma4-clipped", remove("v.blk.0.attn_q.input_max"), "value limits in v.clamp_data"),
         (
             "qwen3_vl",
             replace("v.patch_embed.weight", (145, 2, 16, 16)),

@@ -105,7 +105,7 @@ T = tensor("t", (8,), F32, 0)
 INVALID = {
     "empty": (b"", "it is empty"),
     "other magic": (b"PK\x03\x04" + bytes(40), r"does not begin with b'GGUF'"),
-    "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
+    "LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     "cut in the counts": (gguf()[:12], "truncated: its counts"),
     "version 1": (gguf(version=1), "its version is 1"),
     "big-endian": (gguf(version=3 << 24), "big-endian"),
