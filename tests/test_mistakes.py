@@ -1,4 +1,4 @@
-"""Sixty mistakes and more, and the one line that each of them gets.
+"""More than sixty mistakes, and the line that reports each of them.
 
 The line names the mistake, the accepted values or the most similar name, and what to do. All of
 them are found before anything heavy is imported or any model is read.

@@ -76,7 +76,7 @@ def test_no_escape_sequences_without_colour(variables: dict[str, str]) -> None:
         terminal.type(CTRL_C)
         terminal.wait()
         assert "\x1b" not in terminal.output
-        if "TERM" in variables:  # it cannot rewrite a line either
+        if "TERM" in variables:  # nor can it rewrite a line
             assert "\r" not in terminal.output.replace("\r\n", "")
 
 

@@ -156,7 +156,7 @@ def _replace(block: Sequence[str], option: Option, value: Any) -> str:
 
 
 def _format(option: Option, value: Any) -> str:
-    # imported here, because a server that changes no defaults needs it only then
+    # imported here, because only a server that changes defaults needs it
     import tomli_w
 
     def write(item: object) -> str:

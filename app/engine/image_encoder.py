@@ -10,7 +10,7 @@ prompts.
 
 Memory is borrowed for pixels before they are requested, so before any file is decoded for them. The
 state is derived from the running sequences in each step. So a sequence that is cancelled,
-preempted or restarted needs no other handling: what no sequence waits for is dropped.
+preempted or restarted needs no special handling: pixels that no sequence waits for are dropped.
 """
 
 import logging

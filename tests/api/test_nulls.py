@@ -107,7 +107,7 @@ BODIES: dict[str, Any] = {
     "/v1/detokenize": {"tokens": [104]},
     "/completion": {"prompt": "hi", "options": {"temperature": 1}},
 }
-# objects of a request that are data, in which null has its own meaning
+# objects in a request that contain data, where null has its own meaning
 DATA = ("schema", "parameters", "input", "input_schema", "chat_template_kwargs")
 
 

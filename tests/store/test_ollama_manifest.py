@@ -124,7 +124,7 @@ def test_a_circular_link_is_a_one_line_error(
     path.unlink()
     path.symlink_to(path)
     assert str(path) in refusal()
-    # a folder that contains itself causes no endless search either
+    # a folder that contains itself does not cause an endless search
     (path.parent / "again").symlink_to(path.parent, target_is_directory=True)
     assert [entry.name for entry in store.list_installed()] == ["builtin", "tiny"]
 

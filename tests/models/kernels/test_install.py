@@ -119,7 +119,7 @@ def test_an_install_without_a_compiler_succeeds_and_reports_the_missing_kernels(
         "no C++20 compiler was found, so the CPU kernels are not built; install g++, and then "
         "reinstall mlxrunner (with make or pip)"
     )
-    # the second value if the system has no OpenBLAS either
+    # the second value applies if the system also lacks OpenBLAS
     assert blas_why in ("None", f"{cpu_backend.NOT_BUILT}: {kernels_why}")
 
 

@@ -26,7 +26,7 @@ export function renderMarkdown(container, text, { complete = true } = {}) {
   if (complete) for (const code of container.querySelectorAll("code[data-language]")) highlightCode(code);
 }
 
-// Elements that have no attributes but those of their tokens' tags
+// Elements that have only the attributes of their tokens' tags
 const PLAIN = {
   paragraph: "p", blockquote: "blockquote", bullet_list: "ul", thead: "thead", tbody: "tbody", tr: "tr",
   strong: "strong", em: "em", s: "del",
