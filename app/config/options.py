@@ -551,7 +551,7 @@ MODEL_OPTIONS = (
     make_option(
         "aliases",
         value_types.names(),
-        "further model names that clients may use",
+        "additional model names that clients may use",
         settings_class=ModelSettings,
     ),
     make_option("preload", value_types.boolean(), "load at start", settings_class=ModelSettings),
@@ -591,7 +591,7 @@ DEFAULT_OPTIONS = (
         "name", value_types.text("the name of a model", "MODEL"), "name of the served model"
     ),
     _make_default_option(
-        "aliases", value_types.names(), "further model names that clients may use"
+        "aliases", value_types.names(), "additional model names that clients may use"
     ),
     _make_default_option(
         "system", value_types.prose(), "system prompt of conversations that have none"

@@ -274,8 +274,8 @@ class ModelDefaults:
     """The defaults of one model. If a value is None, the value from the settings or from the model
     itself applies.
 
-    name: the name under which the model is served. aliases: further names for requests. system: the
-    system prompt of conversations that have none. context: the context length in tokens.
+    name: the name under which the model is served. aliases: additional names for requests. system:
+    the system prompt of conversations that have none. context: the context length in tokens.
     keep_alive: the number of seconds that the model stays loaded without requests; math.inf means
     forever. max_tokens: the maximum number of output tokens. sampling: fields of `SamplingParams`
     by name. Requests override max_tokens, sampling and system.

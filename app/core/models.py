@@ -151,7 +151,7 @@ class ModelRecipe:
 class ServedModel:
     """A model that clients may request.
 
-    name: the name used by clients. aliases: further names that requests may use. source: the
+    name: the name used by clients. aliases: additional names that requests may use. source: the
     argument of `store.find`; None means the built-in model. folder: the folder that `source` names,
     without links; None if it names none. settings: the model's settings, from
     `Settings.for_model`. keep_alive: the number of seconds that the model stays loaded without

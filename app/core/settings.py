@@ -105,8 +105,8 @@ class ModelSettings:
     all models applies.
 
     name: a folder, a Hugging Face ID or an Ollama name. alias: the name used by clients; None uses
-    the model's own name. aliases: further names that requests may use. preload: whether to load the
-    model at startup, before the first request. pinned: whether to load the model at startup and
+    the model's own name. aliases: additional names that requests may use. preload: whether to load
+    the model at startup, before the first request. pinned: whether to load the model at startup and
     never evict it.
     """
 

@@ -11,7 +11,7 @@ const REFRESH_MS = 1000;
 
 // name, label, kind
 const FIELDS = [
-  ["aliases", "Further names, separated by commas", "list"],
+  ["aliases", "Additional names, separated by commas", "list"],
   ["system", "System prompt", "text"],
   ["context", "Context, in tokens", "number"],
   ["max_tokens", "Maximum number of output tokens", "number"],
@@ -250,7 +250,7 @@ class ModelManager {
         });
       },
     },
-    h("label", { for: "download-name" }, "Download a model of the Hugging Face hub"),
+    h("label", { for: "download-name" }, "Download a model from the Hugging Face hub"),
     h("div", { class: "row" }, name, check, start, cancel), progress, facts);
     return form;
   }
@@ -296,7 +296,7 @@ function describePreview(preview) {
   const missing = preview.missing
     ? `${formatBytes(preview.missing)} of ${formatBytes(preview.size)} to download.`
     : "Already downloaded.";
-  const memory = `It needs ${formatBytes(preview.memory.needed)} of memory; ${formatBytes(preview.memory.available)} are available.`;
+  const memory = `It needs ${formatBytes(preview.memory.needed)} of memory; ${formatBytes(preview.memory.available)} is available.`;
   return `${preview.id}: ${missing} ${memory} ${preview.fits ? "It fits." : `It does not fit: ${preview.problem}.`}`;
 }
 
