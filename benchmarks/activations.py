@@ -1,4 +1,4 @@
-"""`make bench ARGS=activations`: what `--activations` costs in exactness and gains in speed.
+"""`make bench ARGS=activations`: the loss of exactness and the gain of speed with `--activations`.
 
 Exactness: the distributions of next tokens in held-out text against the formulas in float64 with
 the same quantized weights; to compare, the same formulas with each result rounded to bfloat16, as a

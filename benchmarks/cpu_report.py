@@ -30,7 +30,7 @@ from benchmarks.cpu_rounds import BareResults
 from tests.manual.tables import replace_part
 
 PAGE = "benchmarks.md"
-# of an idle machine, with a margin for what runs just before
+# of an idle machine, with a margin for programs that ran just before
 MAX_LOAD = 0.5
 BUSY = ". **The machine was busy**, and its figures are not reliable"
 # each is a panel for each format

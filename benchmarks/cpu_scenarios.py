@@ -19,7 +19,7 @@ PROMPT, ANSWER, LONG_ANSWER = 64, 64, 256
 SAMPLED: Body = {"temperature": 0.8, "top_p": 0.95}
 # mixed load: arrivals per second, their number, the range of prompts (uniform in the logarithm)
 RATE, REQUESTS, MAX_RUNNING, SHORTEST, LONGEST = 2.0, 40, 32, 50, 1500
-# the turns of an agent, and the tokens of the first prompt and of what each turn adds
+# the turns of an agent, and the tokens of the first prompt and of each turn's addition
 TURNS, FIRST_TURN, ADDED, TURN_ANSWER = 20, 400, 320, 16
 
 # the names of figures

@@ -357,7 +357,7 @@ def make_photo(side: int, number: int) -> bytes:
 
 
 def make_ids(name: str, photo: Path, folder: Path) -> list[int]:
-    """Returns the prompt's IDs, with those of the image."""
+    """Returns the prompt's IDs, including the image's."""
     processor = load_processor(name)
     plan = processor.plan(read_image(photo.read_bytes(), param="photo"))
     mark = make_template(name).split("'image' %}")[1].split("{%")[0]

@@ -56,7 +56,7 @@ def answer(family: Any) -> None:
         print(json.dumps([seconds, cpu, int(token)]), flush=True)
 
 
-# what the models read besides the pixels
+# the input of the models besides the pixels
 ARRAYS = {"image_grid_thw", "image_position_ids", "image_sizes", "pixel_attention_mask"}
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`make bench ARGS=kv`: what `--kv` costs in accuracy, and what it gains in decode steps.
+"""`make bench ARGS=kv`: the accuracy that `--kv` costs, and the time that it saves in decode steps.
 
 Accuracy: log probabilities of a text in windows of the model's context, computed with keys and
 values of each type. The models are the trained ones at hand; all have float32 weights, so that only

@@ -1,4 +1,4 @@
-"""`make bench ARGS=sampling`: what sampling parameters cost in a decode step.
+"""`make bench ARGS=sampling`: the cost of sampling parameters in a decode step.
 
 Eight streams decode on the engine loop, in 4 bits. The rounds alternate between the parameters, and
 between the sampling kernel and MLX's operations; greedy sampling is measured again before each of

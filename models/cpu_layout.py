@@ -104,8 +104,8 @@ def apply_cpu_layout(model: nn.Module) -> None:
 
 
 def to_cpu_layer(layer: Any) -> Any:
-    """Returns a layer that is added to a model with the CPU layout, such as that of an adapter, in
-    this layout. On other devices, the layer is not changed."""
+    """Converts a layer that is added to a model with the CPU layout, such as an adapter's, to this
+    layout. On other devices, the layer is not changed."""
     if mx.default_device().type != mx.DeviceType.cpu:
         return layer
     ops = kernels.ops()

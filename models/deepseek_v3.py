@@ -200,7 +200,7 @@ class Block(PreNormBlock):
 
 class CausalLM(decoder.CausalLM):
     """A model of such blocks. attention: the class of their attention. supported: the values of
-    config keys that are supported, if they are not those of DeepSeek V3."""
+    config keys that are supported, if they differ from DeepSeek V3's."""
 
     # latent attention uses the expanded form for a prompt, and the absorbed form in a decode step
     batch_invariant: ClassVar[bool] = False

@@ -281,7 +281,7 @@ def _find_methods(request: Request, path: str) -> list[str]:
 
 
 def _advise(request: Request) -> str:
-    """Returns the part of the message for an unknown path that says what to do."""
+    """Returns the advice in the message for an unknown path."""
     path: str = request.scope["path"]
     if path.endswith("/") and _find_methods(request, path.rstrip("/")):
         return "remove the trailing slash"

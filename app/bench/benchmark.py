@@ -1,7 +1,8 @@
 """A benchmark: all levels and rounds of load, on one server or alternating between two.
 
 Knows: arrival processes, concurrency, the cost of this client, the order of the measurements,
-warm-up, what a server supports. Must not know: the definitions of metrics, formats of reports.
+warm-up, the features that a server supports. Must not know: the definitions of metrics, formats of
+reports.
 """
 
 import asyncio
@@ -259,7 +260,7 @@ class TargetResult:
 
 class Benchmark:
     """Runs the loads. servers: the addresses, with a model or None for the server's first one.
-    on_progress: called after each load. results: what has been measured so far, by server."""
+    on_progress: called after each load. results: the measurements so far, by server."""
 
     def __init__(
         self,

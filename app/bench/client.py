@@ -386,8 +386,8 @@ def parse_error_body(status: int, body: bytes) -> RequestFailure:
 
 
 class StreamedRequest:
-    """A streamed completion. recorder: what has arrived so far. on_read: called after each piece of
-    the response."""
+    """A streamed completion. recorder: the data received so far. on_read: called after each piece
+    of the response."""
 
     def __init__(
         self,

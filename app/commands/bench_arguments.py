@@ -1,7 +1,7 @@
 """The arguments of `mlxrunner bench`. The names are those of `vllm bench serve` where it has them.
 
-Knows: argparse, the values of arguments. Must not know: what a benchmark does with them. Imports no
-heavy modules, because every command builds the parser.
+Knows: argparse, the values of arguments. Must not know: how a benchmark uses them. Imports no heavy
+modules, because every command builds the parser.
 """
 
 import argparse

@@ -26,7 +26,7 @@ _SHELLS = ("bash", "zsh", "fish")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """group: its heading in `--help`. uses_mlx: whether it imports MLX or starts a process that
-    does. other_names: what other programs call it, for suggestions."""
+    does. other_names: its names in other programs, for suggestions."""
 
     name: str
     group: str

@@ -1,5 +1,5 @@
-"""The command line: the flags of the settings, help in groups, and one line for each mistake that
-says what to do.
+"""The command line: the flags of the settings, help in groups, and a one-line error with advice for
+each mistake.
 
 Knows: argparse, the table of options. Must not know: what a command does, the other sources of
 settings.
@@ -210,9 +210,9 @@ def parse_arguments(
 
     An unknown flag or command is rejected, and the error suggests the most similar one. The process
     exits with status 2 for an invalid command line. commands: the known commands. The first
-    argument must be one of them or a flag. other_names: what other programs call the commands, for
-    suggestions. Without any argument, the help is printed and the process exits with status 0. The
-    result's `forwarded` holds the arguments of the program that the command runs.
+    argument must be one of them or a flag. other_names: the names of the commands in other
+    programs, for suggestions. Without any argument, the help is printed and the process exits with
+    status 0. The result's `forwarded` holds the arguments of the program that the command runs.
     """
     argv = sys.argv[1:] if argv is None else argv
     if commands and not argv:

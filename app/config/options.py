@@ -87,7 +87,7 @@ class Option:
     field: the name of the field in Settings, which is also the key in a file. default: the default
     of that field. help: the help text. unset_label: the text displayed for None. env_var: the name
     of the environment variable. is_common: whether `--help` lists it; `--help-all` lists all.
-    other_names: what other servers call it, for suggestions.
+    other_names: its names in other servers, for suggestions.
     """
 
     field: str

@@ -95,7 +95,7 @@ def _append_table(lines: Sequence[str], defaults: ModelDefaults) -> Sequence[str
 def _edit_table(
     lines: Sequence[str], table: Mapping[str, Any], defaults: ModelDefaults
 ) -> Sequence[str]:
-    """Returns the lines of a table with new values. lines: its header, its keys, and what follows
+    """Returns the lines of a table with new values. lines: its header, its keys, and all lines
     until the next table."""
     if defaults.is_empty:
         return _remove_keys(lines[1:])

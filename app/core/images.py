@@ -140,5 +140,5 @@ def make_row_id(key: bytes, row: int) -> int:
 
 
 def is_row_id(token_id: int) -> bool:
-    """Returns whether a token ID is that of an image row."""
+    """Returns whether a token ID belongs to an image row."""
     return token_id < 0

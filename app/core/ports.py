@@ -335,7 +335,7 @@ class ModelLibrary(Protocol):
     outside the store. All work runs on threads."""
 
     async def preview(self, name: str) -> DownloadPreview:
-        """Returns what the download of a model would need. Reads only its config and the headers of
+        """Returns the requirements of downloading a model. Reads only its config and the headers of
         its weights. Raises AppError, for example if the model could not be served."""
         ...
 

@@ -63,8 +63,8 @@ class RequestLimits:
     def admit(self, caller: str, count: int, param: str) -> Generator[RequestUsage]:
         """Counts `count` choices of a caller while the context is active. Returns the counter of
         the request's tokens. Raises AppError(INVALID) if `count` exceeds the caller's limit, and
-        AppError(BUSY) if it exceeds what is left of the limit, or if the limits of the caller's key
-        on its usage are exceeded."""
+        AppError(BUSY) if it exceeds the remaining limit, or if the limits of the caller's key on
+        its usage are exceeded."""
         limit, running = self._max_per_caller, self._active[caller]
         if limit is not None and count > limit:
             message = (

@@ -1,8 +1,8 @@
 """Sampling parameters: a table of names, ranges and neutral values, and how many alternatives with
 log probabilities a token may have.
 
-Knows: the parameters that clients and models may set, the limit of log probabilities, what one
-event and one response may contain. Must not know: the sampler, other request fields.
+Knows: the parameters that clients and models may set, the limit of log probabilities, the maximum
+contents of an event and of a response. Must not know: the sampler, other request fields.
 
 `SAMPLING_KNOBS` defines the parameters for the request parsers, the runner's options, the parser of
 generation_config.json and the schemas in openapi.yaml. All of these are

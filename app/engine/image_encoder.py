@@ -48,7 +48,8 @@ _INVALID_FEATURES = (
 
 
 class _Image:
-    """The image that is being encoded. borrowed_bytes: what it borrows until it is complete."""
+    """The image that is being encoded. borrowed_bytes: the memory that it borrows until it is
+    complete."""
 
     def __init__(self, key: bytes, encoding: Encoding, borrowed_bytes: int) -> None:
         self.key, self.encoding, self.borrowed_bytes = key, encoding, borrowed_bytes

@@ -84,9 +84,9 @@ def load(
     """Loads a model that generates text.
 
     ranks: the group of ranks that share the model; None if a single process runs the model.
-    kv_bytes: the memory for layer caches, instead of what the weights and activations leave. The
-        measured size of activations varies by a few percent, so only this makes preemptions
-        repeatable.
+    kv_bytes: the memory for layer caches, instead of the memory that the weights and activations
+        leave. The measured size of activations varies by a few percent, so only this makes
+        preemptions repeatable.
 
     Raises AppError(MODEL_FILES) if the files are unusable or no memory is left for a sequence.
     After any exception, all tensors are freed, including tensors referenced by the frames of the

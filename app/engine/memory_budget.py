@@ -148,10 +148,10 @@ class MemoryBudget:
     def reserve_slab(
         self, num_bytes: int, running: Ids[Sequence], give_back: Callable[[], None]
     ) -> bool:
-        """Reserves memory for slabs, in place of what is reserved for them now. They get at most
-        half of the memory that the sequences leave, because they only save time. Returns whether
-        the memory is available. give_back: called before a sequence would have to wait or would be
-        preempted; reserves 0 bytes."""
+        """Reserves memory for slabs, in place of the memory that is reserved for them now. They get
+        at most half of the memory that the sequences leave, because they only save time. Returns
+        whether the memory is available. give_back: called before a sequence would have to wait or
+        would be preempted; reserves 0 bytes."""
         self._give_back_slab = give_back
         taken = self._sequence_bytes(running) - self.slab_bytes
         if num_bytes > max(0, (self._memory.kv_budget - taken) // 2):

@@ -1,4 +1,4 @@
-"""The config of a model before it is loaded, with what its architecture adds.
+"""The config of a model before it is loaded, with the values that its architecture adds.
 
 Knows: which architectures are supported. Must not know: weights, layers. MLX and the architectures
 are imported for the first model whose config is not complete, which takes an eighth of a server's

@@ -149,7 +149,7 @@ class PrefillChunk:
         """Dispatches the rest of the pass. MLX references the outputs of an evaluation until it has
         ended, and the next step would have to copy caches with a second reference. Therefore the
         only outputs are elements of the last layer, for which the device must compute all keys and
-        values. A last evaluation computes what remains, such as recurrent states."""
+        values. A last evaluation computes the rest, such as recurrent states."""
         # computed elements, because a slice would reference the buffer
         self._markers = [array[(0,) * array.ndim] == 0 for array in self._last]
         mx.async_eval(self._markers)

@@ -1,6 +1,6 @@
-"""Chooses the precision of a model by that of its checkpoint: the type of the keys and values in
-layer caches (`--kv`), and the bits to which the CPU kernels round the inputs of layers with 4- and
-8-bit weights (`--activations`).
+"""Chooses the precision of a model from its checkpoint's: the type of the keys and values in layer
+caches (`--kv`), and the bits to which the CPU kernels round the inputs of layers with 4- and 8-bit
+weights (`--activations`).
 
 Knows: the types of a model's parameters, the range of float16, models as functions. Must not know:
 the storage of caches, prefixes, requests.

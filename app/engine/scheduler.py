@@ -234,8 +234,8 @@ class Scheduler:
     @contextmanager
     def _lose_prefixes_on_error(self, doing: str) -> Generator[None]:
         """If an exception is raised in the context, only cached prefixes are lost: the prefix cache
-        has dropped what it could not store or shrink, and no request fails. Violated assertions are
-        bugs, and are raised, as is AppError."""
+        has dropped the caches that it could not store or shrink, and no request fails. Violated
+        assertions are bugs, and are raised, as is AppError."""
         try:
             yield
         except (AssertionError, AppError):

@@ -109,8 +109,8 @@ def main() -> int:
 
 
 def set_up_pillow() -> None:
-    """Sets the limits of Pillow, and imports what `Image.open` would. Other warnings, for example
-    about metadata, have no effect."""
+    """Sets Pillow's limits, and imports the modules that `Image.open` would import. Other warnings,
+    for example about metadata, have no effect."""
     Image.preinit()
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
     ImageFile.LOAD_TRUNCATED_IMAGES = False

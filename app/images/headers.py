@@ -1,5 +1,5 @@
-"""Reads the header of an image file: its format, its size as it is shown, and what it costs to
-decode it.
+"""Reads the header of an image file: its format, its size as displayed, and the cost of decoding
+it.
 
 Knows: the headers of PNG (W3C PNG, 3rd edition), JPEG (ITU-T T.81), WebP (RFC 9649) and GIF
 (GIF89a), the orientation tag of EXIF, the first bytes of other formats, the limits of images.

@@ -54,9 +54,7 @@ def decode_data_url(url: str, param: str) -> bytes:
     media_type, *parameters = (one.strip().lower() for one in head.split(";"))
     if media_type not in ("", "application/octet-stream") and not media_type.startswith("image/"):
         shown = mark_client_text(repr(media_type[:_SHOWN_CHARS]))
-        raise invalid_image(
-            param, f"the media type is {shown}, not that of an image: send {SUPPORTED}"
-        )
+        raise invalid_image(param, f"the media type {shown} is not an image type: send {SUPPORTED}")
     if "base64" not in parameters:
         raise invalid_image(param, f"the data URL is not in base64: {_EXPECTED_URL}")
     return decode_base64(payload, param)

@@ -214,7 +214,7 @@ def set_log_levels(settings: Settings) -> None:
 
 
 def get_terminal_log(settings: Settings) -> tuple[QueuedLogHandler, OutputTerminal] | None:
-    """Returns the handler that writes to a terminal, and what the terminal can show. None if
+    """Returns the handler that writes to a terminal, and the capabilities of the terminal. None if
     stderr is not a terminal, if the format is json, or if only warnings are wanted."""
     terminal = _detect_terminal(settings)
     if not terminal.is_terminal or settings.log_level not in ("debug", "info"):
@@ -308,7 +308,8 @@ def _render_tracebacks(formatter: logging.Formatter, record: logging.LogRecord) 
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """A filter for a terminal's handler. It drops what uvicorn logs in normal operation."""
+    """A filter for a terminal's handler. It drops the messages that uvicorn logs in normal
+    operation."""
     library = record.name.partition(".")[0] == _LIBRARY_LOGGER
     return not library or record.levelno >= logging.WARNING
 

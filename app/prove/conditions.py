@@ -27,8 +27,8 @@ _MEMORY_SHARES = (0.75, 0.6, 0.9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionResult:
-    """The answers under a condition, by job ID. detail: what happened, with numbers. answers: None
-    if the condition could not be created, and detail then gives the reason."""
+    """The answers under a condition, by job ID. detail: a summary with numbers. answers: None if
+    the condition could not be created, and detail then gives the reason."""
 
     answers: Mapping[str, Answer] | None
     detail: str

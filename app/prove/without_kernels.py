@@ -51,7 +51,7 @@ def run_without_kernels(
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
     status = 0
-    # a file keeps what the process wrote before its time ended
+    # a file keeps the output of the process before its time ended
     with tempfile.TemporaryFile() as output:
         with suppress(subprocess.TimeoutExpired):
             status = subprocess.run(

@@ -1,6 +1,6 @@
 """Deletes and copies installed models.
 
-Knows: which stores can be changed. Must not know: servers, what the files contain.
+Knows: which stores can be changed. Must not know: servers, the contents of the files.
 
 Ollama's store and the Hugging Face cache can be changed. The built-in model belongs to the program,
 a folder to the user, and the files of LM Studio and llama.cpp to these programs.

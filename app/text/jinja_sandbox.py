@@ -200,7 +200,7 @@ class _RenderLimit:
             raise TimeoutError(f"rendering takes longer than {self._seconds:g} seconds")
 
     def check_size(self, count: int) -> None:
-        """Raises MemoryError if `count` characters are more than what remains."""
+        """Raises MemoryError if `count` exceeds the remaining number of characters."""
         if count > self._remaining:
             raise MemoryError(f"rendering produces more than {_MAX_RENDERED_CHARACTERS} characters")
 

@@ -106,7 +106,7 @@ def _move_channels_last(target: str, array: mx.array) -> mx.array:
     side = isqrt(size // 3)
     if not side or 3 * side * side != size:
         raise ModelError(
-            f"{target} has the shape {list(array.shape)}, which is not that of patches"
+            f"{target} has the shape {list(array.shape)}, which is not a shape of patches"
         )
     patches = array.reshape(*outer, 3, side, side)
     return mx.moveaxis(patches, -3, -1).reshape(*outer, size)

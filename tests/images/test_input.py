@@ -68,7 +68,7 @@ def test_base64_may_have_the_prefix_of_a_data_url():
         ("ftp://example.com/a.png", "is not a data URL"),
         ("data:image/png;base64", "has no comma"),
         ("data:image/png,%89PNG", "is not in base64"),
-        (f"data:text/html;base64,{TEXT}", "the media type is 'text/html', not that of an image"),
+        (f"data:text/html;base64,{TEXT}", "the media type 'text/html' is not an image type"),
         (f"data:application/pdf;base64,{TEXT}", "send PNG, JPEG, WebP or GIF"),
         ("data:image/png;base64,a", "not valid base64"),
         ("data:image/png;base64,!!!!", "not valid base64"),

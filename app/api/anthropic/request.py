@@ -111,8 +111,8 @@ def _build_reasoning(
 
 
 def _report_omitted(tools: tuple[str, ...], blocks: tuple[str, ...]) -> None:
-    """Reports what the prompt omits. tools, blocks: names defined by this server, so that the
-    notice contains no client text."""
+    """Reports the parts that the prompt omits. tools, blocks: names defined by this server, so that
+    the notice contains no client text."""
     parts: list[str] = []
     if tools:
         parts.append(f"tools that Anthropic's servers run ({', '.join(tools)})")

@@ -59,8 +59,8 @@ class NativeRequest:
     request: its prompt is empty until the parts are tokenized, except for an infill. prompts: the
     parts of each prompt. is_list: whether the client sent a list of prompts, and gets a list of
     responses. text_biases: texts whose tokens get a bias. settings: the effective settings, for
-    `generation_settings`. return_tokens, response_fields: what the response contains.
-    timings_per_token, return_progress: what the chunks of a stream contain.
+    `generation_settings`. return_tokens, response_fields: the contents of the response.
+    timings_per_token, return_progress: the contents of the chunks of a stream.
     """
 
     request: GenerateRequest

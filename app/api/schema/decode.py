@@ -332,8 +332,8 @@ class BodyDecoder(Generic[Body]):
         return replaced
 
     def _translate(self, data: Data, message: str) -> AppError:
-        """Returns our error for an error of the decoder: the dotted path of the field, what is
-        valid, and what was sent."""
+        """Returns our error for an error of the decoder: the dotted path of the field, the valid
+        values, and the value that was sent."""
         path, reason = _parse_path(message), message.partition(" - at `")[0]
         missing = _MISSING.fullmatch(reason)
         if missing is not None:

@@ -262,7 +262,7 @@ def _make_post_processor(vocabulary: Vocabulary) -> Component | None:
     eos = vocabulary.eos if vocabulary.adds_eos else None
     if bos is None and eos is None:
         return None
-    # what is before the second text, after the end of the first one
+    # the tokens before the second text, after the end of the first one
     second = eos if vocabulary.adds_two_separators else bos
     if vocabulary.kind == "bert":
         second = None

@@ -14,7 +14,7 @@
                 ```
                 <|tool_call_end|>
 
-Knows: these tokens, what is between them. Must not know: the parsers of Python and JSON calls.
+Knows: these tokens, the text between them. Must not know: the parsers of Python and JSON calls.
 
 Sources: the chat templates of OLMo 3 Instruct and Think, of LFM2, LFM2.5 and LFM2.5-VL, and of
 MiniCPM3-4B; Liquid AI's documentation of tool use.

@@ -114,7 +114,7 @@ export class Chat {
     return written;
   }
 
-  /** Takes over what other tabs have stored. This tab stays on its branch, unless that has grown. */
+  /** Adopts the changes that other tabs have stored. This tab stays on its branch, unless that has grown. */
   async #reload(id) {
     if (id !== this.conversation.id || this.#writes) return;
     const found = await store.get(id);

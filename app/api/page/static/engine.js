@@ -1,4 +1,5 @@
-// The Engine tab: the state of the server, live. It shows what /v1/status shows to the same key.
+// The Engine tab: the state of the server, live. It shows the same data as /v1/status for the same
+// key.
 
 import { api } from "./api.js";
 import { h, svg } from "./dom.js";

@@ -13,7 +13,7 @@ const LANGUAGES = new Set([
   "bash", "c", "cpp", "csharp", "css", "diff", "go", "ini", "java", "javascript", "json", "markdown", "php",
   "python", "ruby", "rust", "sql", "typescript", "xml", "yaml",
 ]);
-// what a grammar contains of other languages
+// the parts of a grammar that belong to other languages
 const EMBEDDED = { xml: ["javascript", "css"], markdown: ["xml"], php: ["xml"], javascript: ["xml"], typescript: ["xml"] };
 
 /** Collects the parts instead of HTML: an emitter of highlight.js, which calls these methods. */

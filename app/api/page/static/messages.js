@@ -65,7 +65,7 @@ export class MessageView {
     const calls = this.message.calls ?? [];
     const wantsResults = calls.length > 0 && !running && this.state.isLast;
     const shown = JSON.stringify([calls, wantsResults]);
-    if (shown === this.shownCalls) return; // keeps what the user has opened or typed
+    if (shown === this.shownCalls) return; // keeps the parts that the user has opened or typed
     this.shownCalls = shown;
     this.calls.replaceChildren(...calls.map((call) => renderCall(call)));
     if (wantsResults) this.calls.append(this.#resultForm(calls));
