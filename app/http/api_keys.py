@@ -387,8 +387,8 @@ def _parse_entry(value: object, place: int) -> ApiKey:
 
 
 def _parse_expiry(value: object, place: int) -> float | None:
-    """Returns the Unix time of a TOML date or date-time. A date means its begin; both are UTC
-    unless the date-time has an offset."""
+    """Returns the Unix time of a TOML date or date-time. A date means the start of that day; both
+    are UTC unless the date-time has an offset."""
     if value is None:
         return None
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):

@@ -3,8 +3,8 @@
 Knows: the process, its limits and its messages, recent results. Must not know: codecs, requests,
 models.
 
-A codec that crashes, hangs or needs too much memory costs one image, not the server. All code runs
-on the event loop.
+A codec that crashes, hangs or needs too much memory affects one image, not the server. All code
+runs on the event loop.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ _EXTERNAL_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 
-# The number of images whose result, good or why bad, is known.
+# The number of images whose result (decoded, or the reason for the failure) is kept.
 _MAX_OUTCOMES = 4096
 
 # The maximum size of the pixels that are kept for the next request with the same image.
 _CACHE_BYTES = 64 << 20
 
 # The number of seconds after which the process is ended if no caller waits for the image that it
-# decodes. Usual images take less, and the start of a process takes a third.
+# decodes. Typical images take less, and the start of a process takes a third.
 _ABANDONED_AFTER = 1.0
 
 # the Retry-After value in seconds, if the process was killed from outside or took too long
@@ -128,7 +128,8 @@ class ImageDecoder:
         self._runner: asyncio.Task[None] | None = None
         self._child: _Child | None = None
         # The digest of a damaged file, or the key of an image in one geometry → None if it was
-        # decoded before, or why it cannot be decoded. Another geometry may need less memory.
+        # decoded before, or the reason why it cannot be decoded. Another geometry may need less
+        # memory.
         self._outcomes: OrderedDict[bytes, str | None] = OrderedDict()
         self._cache: OrderedDict[bytes, ImagePixels] = OrderedDict()
         self._cache_bytes, self._max_cache_bytes = 0, cache_bytes

@@ -187,9 +187,9 @@ def _load(data: bytes, header: Header) -> Image.Image:
 
 
 def convert_to_rgb(image: Image.Image) -> Image.Image:
-    """Returns an image in RGB. Transparent pixels become white, and 16-bit greys are scaled:
-    Pillow's own conversion shows the hidden color of transparent pixels, and white for all greys
-    above 255. The color profile is ignored."""
+    """Returns an image in RGB. Transparent pixels become white, and 16-bit gray values are scaled:
+    Pillow's own conversion shows the hidden color of transparent pixels, and white for all gray
+    values above 255. The color profile is ignored."""
     if image.mode.startswith("I"):
         return image.point(lambda grey: grey * (1 / 257) + 0.5).convert("L").convert("RGB")
     if "A" not in image.getbands() and image.info.get("transparency") is None:

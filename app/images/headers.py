@@ -20,10 +20,11 @@ MAX_BYTES = 20_000_000
 MAX_SIDE = 16384
 MAX_PIXELS = 64_000_000
 
-# Each scan of a progressive JPEG visits all pixels, in about 5 ns each. Usual files have 10 scans.
+# Each scan of a progressive JPEG visits all pixels, in about 5 ns each. Typical files have 10
+# scans.
 MAX_SCANNED_PIXELS = 1_000_000_000
 
-# The largest number of segments, chunks or tags of one file. Usual files have fewer than 100.
+# The largest number of segments, chunks or tags of one file. Typical files have fewer than 100.
 # Each IDAT of a PNG has at least 8 KiB.
 _MAX_PARTS = 10_000
 
@@ -74,7 +75,7 @@ _OTHER_FORMATS = (
     (b"#?RADIANCE", "Radiance HDR"),
     (b"qoif", "QOI"),
 )
-# text formats, whose beginning may have white space and a byte order mark
+# text formats, which may begin with white space and a byte order mark
 _SVG = re.compile(rb"<svg[\s>]|<!DOCTYPE\s+svg", re.IGNORECASE)
 _HTML = re.compile(rb"<(!DOCTYPE\s+html|html|head|body)[\s>]", re.IGNORECASE)
 _TEXT_START = b"\xef\xbb\xbf \t\r\n"

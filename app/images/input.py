@@ -44,7 +44,7 @@ def read_image(data: bytes, *, param: str, detail: ImageDetail = "auto") -> Imag
 
 
 def decode_data_url(url: str, param: str) -> bytes:
-    """Returns the bytes of a data URL. Its media type must be that of an image, but the bytes
+    """Returns the bytes of a data URL. Its media type must be an image type, but the bytes
     determine the format. Raises AppError(INVALID)."""
     if url[:5].lower() != "data:":
         raise _not_a_data_url(url, param)

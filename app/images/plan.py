@@ -17,10 +17,10 @@ from app.core.images import Image
 
 Filter = Literal["bilinear", "bicubic", "lanczos"]
 
-# The default of the server's limit of tokens per image. A larger image is scaled down.
+# The default for the server's token limit per image. A larger image is scaled down.
 DEFAULT_MAX_TOKENS = 4096
 
-# The size of an image with the detail "low", about, for families with variable sizes.
+# The approximate size of an image with the detail "low", for families with variable sizes.
 LOW_DETAIL_SIDE = 512
 LOW_DETAIL_PIXELS = LOW_DETAIL_SIDE**2
 
@@ -108,7 +108,7 @@ def make_version(family: str) -> str:
 
 
 def limit_grid(rows: int, columns: int, max_tokens: int) -> tuple[int, int]:
-    """Shortens the longer side of the grid of an extremely wide or high image, whose shorter side
+    """Shortens the longer side of the grid of an extremely wide or tall image, whose shorter side
     cannot get shorter, so that it has at most `max_tokens` tokens."""
     if rows <= columns:
         return rows, min(columns, max(1, max_tokens // rows))

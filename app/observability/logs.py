@@ -78,7 +78,8 @@ class QueuedLogHandler(QueueHandler):
         self._records.put(_StatusLine(text))
 
     def write_block(self, text: str) -> None:
-        """Writes lines that are not a log record. text: without control characters of others."""
+        """Writes lines that are not a log record. text: without control characters from other
+        sources."""
         self._records.put(_make_record(text))
 
     def enqueue(self, record: logging.LogRecord) -> None:

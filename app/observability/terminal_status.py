@@ -83,7 +83,7 @@ class TerminalStatus:
         is_ready: Callable[[], bool],
         get_address: Callable[[], BannerAddress],
     ) -> AsyncGenerator[None]:
-        """Updates the terminal until the context is left. is_ready: whether the models that are
+        """Updates the terminal until the context exits. is_ready: whether the models that are
         loaded at start are loaded. get_address: called when they are."""
 
         async def update_repeatedly() -> None:
@@ -131,7 +131,7 @@ class PrefillObserver:
         self._clock = clock
 
     def on_event(self, event: Event) -> None:
-        # of the prompts of one request, the one with the latest event is shown
+        # if a request has several prompts, the one with the latest event is shown
         if not isinstance(event, PrefillProgress) or event.computed_tokens >= event.total_tokens:
             self._prefills.pop(id(self), None)
             return

@@ -140,7 +140,7 @@ class RunnerSource(Protocol):
 
 
 class CrashQuarantine:
-    """Runs the jobs of one model, again where a crash allows it."""
+    """Runs the jobs of one model, and runs them again after a crash if this is allowed."""
 
     def __init__(
         self, served: ServedModel, source: RunnerSource, clock: Callable[[], float]

@@ -157,7 +157,7 @@ class TokenizerChecker:
 
 
 async def _run_process(request: CheckRequest, seconds: float) -> CompletedChild:
-    """Runs the process of a check, again if it was killed from outside."""
+    """Runs the process of a check, and repeats it if it was killed from outside."""
     for _ in range(_MAX_ATTEMPTS - 1):
         reply = await run_module("app.runners.tokenizer_check_main", request, seconds, _ENVIRONMENT)
         if -reply.status not in EXTERNAL_SIGNALS:

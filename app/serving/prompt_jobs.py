@@ -57,7 +57,7 @@ DecodeImage = Callable[[], Awaitable[ImagePixels]]
 class PreparedChoice:
     """One choice and its job. prompt_index: the index of its prompt in the request. echo: the text
     of the prompt if the output begins with it, else None. echo_logprobs, prompt_logprobs: the
-    number of alternatives of each prompt token in the output and beside it; None for no logprobs.
+    number of alternatives of each prompt token in the output and next to it; None for no logprobs.
     return_token_ids: whether to return the prompt's token IDs. discard_output: whether max_tokens
     is 0. The job then samples one token, which is the minimum, and the output is discarded.
     stop_token_ids: the stop tokens of the request, without the model's stop tokens. prompt_ids: the
@@ -637,7 +637,7 @@ def _resolve_grammar(
 
 
 def _check_alternatives(request: GenerateRequest, prompt: int, max_tokens: int) -> None:
-    """Raises AppError(INVALID) if the log probabilities would take too much memory. Usual numbers
+    """Raises AppError(INVALID) if the log probabilities would take too much memory. Typical numbers
     of alternatives are not limited. prompt: the number of prompt tokens."""
     output = max_tokens + prompt if request.echo else max_tokens
     for name, count, num_tokens in (

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _WRITE_INTERVAL = 5.0  # in seconds
 
-# ten thousand keys have less; a larger file is not one of ours
+# ten thousand keys take less; a larger file was not written by this module
 _MAX_FILE_BYTES = 4 << 20
 
 

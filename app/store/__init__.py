@@ -232,8 +232,8 @@ def _select_folder(name: ModelName) -> Path | None:
 
 
 def _enter_folder(folder: Path) -> Path:
-    """Returns the folder of the model inside of a repository's folder in the Hugging Face cache,
-    and inside of a folder that has a model in a folder of each format."""
+    """Returns the folder of the model inside a repository's folder in the Hugging Face cache, and
+    inside a folder that has a model in a folder of each format."""
     if (folder / "config.json").exists():
         return folder
     if folder.resolve().name.startswith(_REPO_PREFIX) and (folder / "snapshots").is_dir():

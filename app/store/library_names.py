@@ -40,10 +40,10 @@ _TAG = re.compile(r"(?P<size>.+?)(?:-(?:instruct|it|chat))?(?:-(?P<format>(?:q\d
 
 _MAX_SUGGESTIONS = 3
 
-# name -> tag -> repository; the first tag is also `latest`. A text is a repository of mlx-community
-# without the format at its end. A mapping has the repository, or the folder of a repository, of
-# each format, where the names are irregular or not every format is known to exist; repositories
-# without an organization belong to mlx-community. The format "" matches any.
+# name -> tag -> repository; the first tag is also `latest`. A string is a repository of
+# mlx-community without the format at its end. A mapping has the repository, or the folder of a
+# repository, of each format, where the names are irregular or not every format is known to exist;
+# repositories without an organization belong to mlx-community. The format "" matches any.
 _LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
     "codestral": {"22b": "Codestral-22B-v0.1"},
     "deepseek-coder-v2": {"16b": {"4bit": "DeepSeek-Coder-V2-Lite-Instruct-4bit-mlx"}},

@@ -113,7 +113,7 @@ def build_tokenizer(
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            # a part that is a token is not merged, which its merges need not lead to
+            # a part that is a token is used without merges, because they may not lead to it
             "ignore_merges": True,
             "vocab": {spell(token): rank for token, rank in ranks.items()},
             "merges": [(spell(left), spell(right)) for left, right in _derive_merges(ranks)],

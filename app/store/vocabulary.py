@@ -4,8 +4,8 @@ tokenizer.json lacks.
 Knows: the position of the tokens in tokenizer.json, tokenizer_config.json and added_tokens.json.
 Must not know: tokenization.
 
-transformers adds the tokens of all three files to a tokenizer. Files of converters sometimes have
-the tokens of a chat format, which end the output, only outside of tokenizer.json.
+transformers adds the tokens of all three files to a tokenizer. Converted models sometimes have the
+tokens of a chat format, which end the output, only outside tokenizer.json.
 """
 
 import logging

@@ -92,7 +92,7 @@ class ChatTemplate:
         **template_kwargs: Any,
     ) -> str:
         """Renders the prompt. string_arguments: whether the arguments of calls are passed as text.
-        content_format: None for texts. template_kwargs: additional template variables, such as
+        content_format: None for plain text. template_kwargs: additional template variables, such as
         enable_thinking.
 
         Raises AppError(INVALID) if the template rejects the conversation or cannot render it.

@@ -155,7 +155,8 @@ class GenericFamily(ChatFamily):
     def _parse_line(
         self, reader: Reader, output: OutputBuilder, tools: Sequence[Tool]
     ) -> Resumable[None]:
-        """Parses the rest of a line, including its end, or up to a call of the model's own."""
+        """Parses the rest of a line, including its end, or up to a call in the model's own
+        syntax."""
         position = reader.at
         marks = self.call_markers if tools else ()
         mark = yield from reader.read_until("\n", *marks, on_text=output.add_content)

@@ -110,7 +110,7 @@ class AttackCounts:
 
 @contextmanager
 def attack_in_processes(attack: Attack) -> Iterator[AttackCounts]:
-    """Several processes attack until the context is left."""
+    """Several processes attack until the context exits."""
     result = AttackCounts()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "attack"

@@ -134,7 +134,7 @@ SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
 
 
 def into_subfolders(*names: str) -> Callable[[Path], None]:
-    """Moves the whole model to folders inside of it."""
+    """Moves the whole model to folders inside it."""
 
     def change(folder: Path) -> None:
         files = [path for path in folder.iterdir() if path.is_file()]

@@ -1,5 +1,5 @@
 """Gemma 3: one tile of a fixed size, whatever the shape of the image. Gemma 4: one tile of about
-the same shape as the image, with a budget of tokens.
+the same shape as the image, with a token budget.
 
 Knows: the rules of transformers' Gemma3ImageProcessor and Gemma3Processor, without pan and scan,
 which published files disable, and of Gemma4ImageProcessor and Gemma4UnifiedImageProcessor.
@@ -22,7 +22,7 @@ _LOW_BUDGET = 140
 
 
 class Gemma3Processor:
-    """See `ImageProcessor`. The size is fixed, so neither the detail nor the limit of tokens has an
+    """See `ImageProcessor`. The size is fixed, so neither the detail nor the token limit has an
     effect."""
 
     def __init__(self, settings: ProcessorSettings, max_tokens: int) -> None:
@@ -52,7 +52,7 @@ class Gemma3Processor:
 
 
 class Gemma4Processor:
-    """See `ImageProcessor`. The limit of tokens selects the next lower budget that the model was
+    """See `ImageProcessor`. The token limit selects the next lower budget that the model was
     trained with, but at least the lowest."""
 
     def __init__(self, settings: ProcessorSettings, max_tokens: int) -> None:
@@ -88,8 +88,8 @@ class Gemma4Processor:
 
 
 def _fit(height: int, width: int, unit: int, budget: int) -> tuple[int, int]:
-    """Returns the rows and columns of squares of `unit` pixels: the most of them, up to `budget`,
-    that keep about the shape of the image. Smaller images are enlarged."""
+    """Returns the rows and columns of squares of `unit` pixels: as many as possible, up to
+    `budget`, with about the shape of the image. Smaller images are enlarged."""
     factor = math.sqrt(budget * unit**2 / (height * width))
     rows, columns = math.floor(factor * height / unit), math.floor(factor * width / unit)
     if rows == 0:

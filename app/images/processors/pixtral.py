@@ -1,4 +1,4 @@
-"""Pixtral, Mistral 3 and Ministral 3: one tile with a limit of its longest side.
+"""Pixtral, Mistral 3 and Ministral 3: one tile with a limit on its longest side.
 
 Knows: the rules of transformers' PixtralImageProcessor and PixtralProcessor.
 Must not know: the tower, the template.

@@ -231,7 +231,7 @@ def _is_bracketed(token: str) -> bool:
 
 def build_tokenizer(vocabulary: Vocabulary) -> Mapping[str, Any]:
     """Returns the content of a tokenizer.json. Raises AppError(MODEL_FILES), for example for
-    unknown rules to split text."""
+    unknown rules for splitting text."""
     added = [
         {
             "id": id,
