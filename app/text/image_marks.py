@@ -65,8 +65,8 @@ class ImageMarks:
 
     def add_keys(self, rendered: str, messages: Sequence[Message]) -> "KeyedPrompt":
         """Replaces the marks in a rendered prompt by the keys of the images. messages: those that
-        the template rendered, in order. Raises AppError(INVALID) if the prompt does not contain each
-        image once."""
+        the template rendered, in order. Raises AppError(INVALID) if the prompt does not contain
+        each image once."""
         placed = [one for message in messages for one in message.images]
         pattern = re.compile(f"{re.escape(self._mark)}|{self._escaped}")
         found = list(pattern.finditer(rendered))
