@@ -160,7 +160,7 @@ class ToolMessage(_PlainMessage, kw_only=True, frozen=True, tag="tool"):
 
 
 class SpokenAnswer(Item, kw_only=True, frozen=True):
-    """An earlier response in audio. Its transcript, or else a text, replaces it."""
+    """An earlier response in audio. It is replaced by its transcript, or by a placeholder."""
 
     ignored = ignore_fields("data expires_at id")
 

@@ -65,7 +65,8 @@ HostedType = Literal[
 ]
 CallableType = Literal["function", "custom"]
 
-# The items of calls of these tools, which the input has after a conversation with OpenAI's models.
+# The items of calls to these tools, which the input contains after a conversation with OpenAI's
+# models.
 _HOSTED_ITEMS = frozenset(
     (
         *("apply_patch_call", "apply_patch_call_output", "code_interpreter_call"),
@@ -405,7 +406,7 @@ _EMPTY_ITEM = Raw(b'{"type":"reasoning"}')
 
 
 def omit_hosted_items(data: Data) -> bytes | None:
-    """Empties the items of calls of OpenAI's tools, and reports them. An error would end the
+    """Empties the items of calls to OpenAI's tools, and reports them. An error would end the
     conversation, because the client sends the same items with every later request. Returns None if
     there are none."""
     try:
