@@ -135,8 +135,8 @@ class TerminalProcess:
             self._read_before(deadline)
 
     def type_until(self, line: str, is_sent: Callable[[], bool]) -> None:
-        """Types a line and presses Enter in pauses of the output, until the program has sent the
-        line. A program that starts may discard its input or ignore the key."""
+        """Types a line, and presses Enter whenever the output pauses, until the program has sent
+        the line. A program that starts may discard its input or ignore the key."""
         deadline = time.monotonic() + 4 * TIMEOUT
         keys = itertools.cycle([line, *[ENTER] * ENTER_PRESSES])
         while not is_sent():

@@ -46,8 +46,8 @@ def test_a_failed_load_or_unload_returns_the_error(call: Any, generate: FakeGene
 
 
 def test_an_adapter_is_loaded_and_unloaded(call: Any, generate: FakeGenerate):
-    """The replies are vLLM's. Without a model, the default one gets the adapter, and the first one
-    that has it loses it."""
+    """The replies are vLLM's. If a request names no model, an adapter is loaded into the default
+    model, and unloaded from the first model that has it."""
     card = replace(generate.cards[0], id="sql", parent="fake/model")
     generate.cards = [*generate.cards, card]
     body = {"lora_name": "sql", "lora_path": "/adapters/sql"}

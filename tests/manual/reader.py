@@ -57,8 +57,9 @@ class Output:
 
 @dataclass
 class Reader:
-    """port: of the server that blocks find at 127.0.0.1:8080. environment: additional variables.
-    kept_servers: whether a server that a block starts runs to the end of the page."""
+    """port: the port of the server that blocks reach at 127.0.0.1:8080. environment: additional
+    variables. kept_servers: whether a server that a block starts keeps running until the end of the
+    page."""
 
     folder: Path
     port: int

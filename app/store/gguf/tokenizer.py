@@ -63,7 +63,7 @@ END_MARKS = frozenset(
     }
 )
 
-# ends a message, but not the turn, in vocabularies with one of these marks, which end the turn
+# ends only a message, and not the turn, in vocabularies that contain one of the other marks
 _END_OF_MESSAGE, _ENDS_OF_TURN = "<|end|>", frozenset({"<|call|>", "<|calls|>"})
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
