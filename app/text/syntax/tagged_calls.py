@@ -519,7 +519,7 @@ def _read_enum_strings(schema: Any) -> Sequence[str]:
 
 
 def _escape_regex(text: str) -> str:
-    """Escapes a text for a regular expression between slashes."""
+    """Escapes text for a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/")
 
 
