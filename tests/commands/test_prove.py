@@ -135,8 +135,8 @@ def test_the_http_request_has_all_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "b"], "prove needs one model"),
-        (["--installed"], "prove needs one model"),
+        (["a", "b"], "prove needs exactly one model"),
+        (["--installed"], "prove needs exactly one model"),
         (["no/such-model"], "no/such-model"),
     ],
 )

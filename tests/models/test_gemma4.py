@@ -353,7 +353,7 @@ def test_a_context_shift_needs_layers_without_windows() -> None:
         ({"per_layer_config": {"1": 3}}, "per_layer_config is .*, but must be an object"),
         (
             {"num_kv_shared_layers": 1, "per_layer_config": {"5": {"head_dim": 64}}},
-            "layer 5 uses the keys of layer 2, but has another head_dim: 64 and 32",
+            "layer 5 uses the keys of layer 2, but has a different head_dim: 64 and 32",
         ),
     ],
 )

@@ -213,7 +213,7 @@ def test_nested_values_are_bounded() -> None:
     ("config", "named"),
     [
         ({"model_type": "ernie4_5_moe"}, "ignores the bias of the router"),
-        ({"model_type": "jamba", "num_experts": 4}, "normalizes the weights of experts"),
+        ({"model_type": "jamba", "num_experts": 4}, "normalizes the expert weights"),
         ({"model_type": "mamba2", "n_groups": 8}, "normalizes all groups together"),
         ({"model_type": "dots1", "scoring_func": "softmax"}, "sets scoring_func"),
     ],
