@@ -92,9 +92,11 @@ class ProofCommand:
     def _run_streamed(self, reference: Reference) -> ConditionReport:
         tolerance = self._proof.tolerance(reference)
         name, cause = "streamed", "the path from the engine to the client"
+        cut = self._proof.cut_at_stop_string
+        requests = [replace(one, expected=cut(one.expected)) for one in reference.requests]
         try:
             with open_own_server(self._configuration, self._model, lambda _: None) as endpoint:
-                pairs = compare_streams(endpoint, reference.requests, tolerance)
+                pairs = compare_streams(endpoint, requests, tolerance)
         except AppError as error:
             failed = Proof.make_failure(error.message)
             return Proof.make_report(name, cause, [failed], "no server", tolerance)

@@ -254,6 +254,18 @@ class Proof:
                 batch_invariant=engine.batch_invariant,
             )
 
+    def cut_at_stop_string(self, answer: Answer) -> Answer:
+        """Returns the part of an answer of the engine that a server sends, if the model has stop
+        strings: the tokens with text before the first of them."""
+        decode = self._builder.tokenizer.decode
+        text = decode(answer.ids)
+        found = [text.index(stop) for stop in self._builder.stop_strings if stop in text]
+        if not found:
+            return answer
+        lengths = range(len(answer.ids) + 1)
+        length = next(n for n in lengths if len(decode(answer.ids[:n])) >= min(found))
+        return replace(answer, tokens=answer.tokens[:length], reason="stop")
+
     def run(self, reference: Reference, report: Callable[[str], None]) -> Iterator[ConditionReport]:
         """Yields the result of each condition. report: is called with the name of a condition
         before it is run."""

@@ -132,6 +132,11 @@ class JobBuilder:
             self.image_processor,
         )
 
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """The model's own stop strings, which the engine does not know."""
+        return self._stops.strings
+
     def list_warnings(self) -> Iterator[str]:
         """Yields one sentence for each part that a chat model has and this one lacks."""
         if self._files.is_encoder:

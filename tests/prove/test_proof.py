@@ -10,9 +10,11 @@ import mlx.core as mx
 import pytest
 
 from app import store
+from app.core.jobs import Token
 from app.core.model_files import ModelFiles
 from app.core.settings import ActivationBits, AdapterSettings, KVPrecision, Settings
 from app.engine.model_info import complete_config
+from app.prove.comparison import Answer
 from app.prove.conditions import ODD_CHUNK
 from app.prove.proof import (
     TURNS,
@@ -22,6 +24,7 @@ from app.prove.proof import (
     Reference,
     generate_conversations,
 )
+from app.text.tokenizer import Tokenizer
 from models import kernels
 from models.kernels.in_place_attention import SlotMapping
 from models.kernels.layers import KernelLinear
@@ -62,6 +65,24 @@ def test_conversations_cover_the_stages_of_the_sampler() -> None:
 def test_every_sampled_conversation_has_a_seed() -> None:
     for spec in generate_conversations(0, 24):
         assert bool(spec.sampling.get("temperature")) == ("seed" in spec.sampling)
+
+
+@pytest.mark.parametrize(
+    ("text", "sent"),
+    [("Hello", "Hello"), ("a STOP b", "a "), ("STOP", ""), ("x END STOP", "x "), ("STO", "STO")],
+)
+def test_an_answer_is_compared_up_to_a_stop_string_of_the_model(
+    files: ModelFiles, text: str, sent: str
+) -> None:
+    """A model of Ollama's store with the parameter `stop` failed, because only the server knows
+    stop strings."""
+    stops = {**files.generation_config, "stop_strings": ["STOP", "END"]}
+    proof = Proof(replace(files, generation_config=stops), Settings(), ProofOptions())
+    ids = Tokenizer.load(files).encode(text, add_special_tokens=False)
+    tokens = tuple(Token(job_id="", id=id, timestamp_ns=0, logprob=-1.0) for id in ids)
+    found = proof.cut_at_stop_string(Answer(tokens=tokens, reason="length"))
+    assert found.tokens == tokens[: len(sent)]  # a token is a character
+    assert found.reason == ("length" if sent == text else "stop")
 
 
 def read_files(folder: Path) -> ModelFiles:
