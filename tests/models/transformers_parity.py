@@ -57,6 +57,8 @@ WITHOUT_MLX_LM = [*FAMILIES, *TRANSFORMERS_CASES]
 _NO_SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # classes that generate text
 _WRITERS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+# classes whose cache is another argument, or a part of the model
+_WITHOUT_CACHE = ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma")
 # sizes of the vision part of a multimodal model, under all their names; it is never evaluated
 _BLIND = {
     "hidden_size": 8,
@@ -68,6 +70,7 @@ _BLIND = {
     "num_heads": 2,
     "image_size": 8,
     "patch_size": 4,
+    "output_proj_dims": 8,
 }
 
 
@@ -187,12 +190,16 @@ def find_differences(case: Case, folder: Path, seed: int) -> dict[str, float]:
 
 @torch.no_grad()
 def _evaluate(model: Any, prompt: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
-    """Logits [L, V] of transformers, in chunks through its cache."""
+    """Logits [L, V] of transformers, in chunks through its cache. The classes in _WITHOUT_CACHE
+    compute all positions at once."""
+    if model.config.model_type == "llama4":  # without images, the class fails after its logits
+        model = model.language_model
     past, start, rows = None, 0, list[torch.Tensor]()
+    if len(chunks) == 1 or model.config.model_type in _WITHOUT_CACHE:
+        ids = torch.tensor([prompt])
+        return model(input_ids=ids, use_cache=False).logits[0].float().numpy()
     for length in chunks:
         ids = torch.tensor([prompt[start : start + length]])
-        if len(chunks) == 1:  # some classes fail to return their cache
-            return model(input_ids=ids, use_cache=False).logits[0].float().numpy()
         out = model(input_ids=ids, past_key_values=past, use_cache=True)
         past = out.past_key_values
         rows.append(out.logits[0])
