@@ -31,7 +31,6 @@ OUR_PACKAGES: Mapping[str, frozenset[str]] = {
         {
             "app.core",
             "app.store.cache_folder",
-            "app.store.lm_studio",
             "models.gguf.architectures",
             "models.gguf.metadata",
             "models.gguf.ollama_towers",

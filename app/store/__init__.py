@@ -24,10 +24,9 @@ from typing import TypeVar
 
 from app.core.errors import AppError, suggest
 from app.core.model_files import ModelFiles
-from app.store import hf_folder, lm_studio
+from app.store import hf_folder, local_apps
 from app.store.config_files import unreadable_error
 from app.store.digests import DigestCache
-from app.store.gguf import folders as gguf_folders
 from app.store.gguf import model as gguf_model
 from app.store.gguf.errors import UnsupportedGGUFError
 from app.store.gguf.projector import find_projectors
@@ -95,7 +94,7 @@ def find(name: str | None) -> ModelFiles:
         or _find_in_hub_cache(parsed.hub)
         or _find_in_lm_studio(parsed.hub)
         or _find_in_ollama_store(parsed)
-        or gguf_folders.find(name)
+        or local_apps.find_gguf(name)
     )
     if files is not None:
         return files
@@ -124,7 +123,7 @@ def list_installed() -> Iterator[InstalledModel]:
 
     with _translate_os_errors():
         entries, names = list(cache.list_revisions()), list(manifest.list_names())
-        others = list(lm_studio.list_models())
+        others = list(local_apps.list_lm_studio_models())
     for entry in entries:
         read = _make_reader(entry.name, cache.find)
         yield InstalledModel(name=str(entry.name), source="hub", path=entry.folder, read=read)
@@ -137,12 +136,12 @@ def list_installed() -> Iterator[InstalledModel]:
             name=str(name), source="ollama", path=manifest.get_manifest_path(name), read=read
         )
 
-    for file in gguf_folders.list_files():
+    for file in local_apps.list_gguf_files():
         yield InstalledModel(
             name=file.name,
             source=file.source,
             path=file.path,
-            read=_make_reader(file, gguf_folders.read),
+            read=_make_reader(file, local_apps.read_gguf),
         )
 
 
@@ -263,13 +262,13 @@ def _find_in_hub_cache(name: HubName | None) -> ModelFiles | None:
 def _find_in_lm_studio(name: HubName | None) -> ModelFiles | None:
     if name is None:
         return None
-    if (folder := lm_studio.find_folder(name)) is not None:
+    if (folder := local_apps.find_lm_studio_folder(name)) is not None:
         return hf_folder.read(folder, name=str(name))
     if name.revision is not None or name.subfolder is not None:
         return None
     from app.store.hub.required_files import select_gguf
 
-    for models in lm_studio.list_model_folders():
+    for models in local_apps.list_lm_studio_folders():
         files = [path.name for path in (models / name.repo_id).glob("*.gguf") if path.is_file()]
         try:
             found = select_gguf(str(name), files, name.quantization)
@@ -284,7 +283,7 @@ def _list_lm_studio_labels(name: HubName) -> list[str]:
     """Returns the quantizations of a repository's GGUF files in LM Studio's folder."""
     from app.store.hub.required_files import get_quantization
 
-    folders = [folder / name.repo_id for folder in lm_studio.list_model_folders()]
+    folders = [folder / name.repo_id for folder in local_apps.list_lm_studio_folders()]
     labels = {get_quantization(path.name) for folder in folders for path in folder.glob("*.gguf")}
     return sorted(filter(None, labels))
 

@@ -13,8 +13,7 @@ from app.core.errors import AppError, ErrorKind, mark_client_text
 from app.core.model_files import ModelFiles
 from app.core.models import ModelRecipe
 from app.core.thread_pools import CancelToken
-from app.store import lm_studio
-from app.store.gguf import folders as gguf_folders
+from app.store import local_apps
 from app.store.library_names import find_equivalent_of
 from app.store.model_names import (
     BUILTIN,
@@ -71,8 +70,8 @@ def find_removable(text: str) -> RemovableModel:
 def check_not_of_other_program(text: str) -> None:
     """Raises AppError(INVALID) for the name of a model in a folder of LM Studio or llama.cpp, whose
     models are listed, but never changed."""
-    hub, file = parse_hub_name(text), gguf_folders.find_entry(text)
-    folder = None if hub is None else lm_studio.find_folder(hub)
+    hub, file = parse_hub_name(text), local_apps.find_gguf_file(text)
+    folder = None if hub is None else local_apps.find_lm_studio_folder(hub)
     path = folder if file is None else file.path
     if path is not None:
         owner = "LM Studio" if file is None or file.source == "lm studio" else "llama.cpp"

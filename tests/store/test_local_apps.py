@@ -1,4 +1,5 @@
-"""GGUF files in the folders of LM Studio and llama.cpp."""
+"""GGUF files in the folders of LM Studio and llama.cpp. For other models of LM Studio, see
+test_folder_shapes.py."""
 
 import os
 from pathlib import Path
