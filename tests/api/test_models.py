@@ -144,7 +144,7 @@ def test_an_invalid_default_is_named_and_nothing_changes(
             {"missing": 9_000_000_000},
             "the download needs 9.00 GB on the disk, but only 5.00 GB is available",
         ),
-        ({"disk_available": -1}, "the download needs 2.00 GB on the disk, but only 0 B are"),
+        ({"disk_available": -1}, "the download needs 2.00 GB on the disk, but only 0 B is"),
         (
             {"memory_needed": 9 << 30},
             "the model needs 9.00 GiB of memory, but only 8.00 GiB is available",
