@@ -9,11 +9,9 @@ import jsonschema_rs
 import pytest
 from starlette.routing import Route
 
-from app.api.app import build_routes
+from app.api.app import build_app
 from app.core.errors import AppError, ErrorKind
-from app.core.settings import LiveSettings, Settings
-from app.core.thread_pools import ThreadPools
-from app.core.usage import ConnectionStats, EventLoopLag, UsageCounters
+from app.core.settings import Settings
 from app.http.responses import ERROR_FORMATS
 from tests.api.asgi import send_request
 from tests.fakes import FakeGenerate
@@ -50,15 +48,7 @@ def list_documented_routes() -> set[tuple[str, str]]:
 def list_served_routes() -> set[tuple[str, str]]:
     routes: set[tuple[str, str]] = set()
     generate = FakeGenerate()
-    for route in build_routes(
-        generate,
-        generate,
-        LiveSettings(Settings()),
-        ConnectionStats(),
-        ThreadPools(),
-        EventLoopLag(),
-        UsageCounters(),
-    ):
+    for route in build_app(generate, generate, Settings()).routes:
         assert isinstance(route, Route)
         assert route.methods is not None
         # HEAD comes with every GET, by the definition of HTTP.

@@ -51,7 +51,7 @@ from app.http.request_id import (
     REQUEST_ID_HEADER,
     RequestIdMiddleware,
 )
-from app.http.responses import SHOULD_RETRY_HEADER, DialectErrors, error_response
+from app.http.responses import SHOULD_RETRY_HEADER, error_response
 from app.http.streaming import ClientDisconnected
 
 # The headers that OpenAI's and Anthropic's SDKs and OpenRouter's clients send from browsers, and
@@ -202,7 +202,9 @@ def build_app(
     """
     origins = AllowedOrigins(origins=frozenset(settings.cors_origins))
     counted = ConnectionStats() if traffic is None else traffic
-    routes = build_routes(
+    dialects = _find_dialects()
+    routes = _build_routes(
+        dialects,
         generate,
         models,
         live or LiveSettings(settings),
@@ -222,7 +224,7 @@ def build_app(
             Middleware(
                 RequestIdMiddleware,
                 counted,
-                _find_error_formats(),
+                [dialect.ERRORS for dialect in dialects if hasattr(dialect, "ERRORS")],
                 strict_fields=settings.strict_fields,
             ),
             Middleware(HostCheckMiddleware, AllowedHosts.from_settings(settings)),
@@ -295,7 +297,8 @@ async def _handle_unexpected(request: Request, error: Exception) -> Response:
     return error_response(AppError(ErrorKind.ENGINE, message, code="internal_error"))
 
 
-def build_routes(
+def _build_routes(
+    dialects: Sequence[Any],
     generate: Generate,
     models: Models,
     live: LiveSettings,
@@ -303,8 +306,8 @@ def build_routes(
     workers: ThreadPools,
     lag: EventLoopLag,
     usage: UsageCounters,
-    limits: RequestLimits | None = None,
-    observers: Sequence[ObserverFactory] = (),
+    limits: RequestLimits | None,
+    observers: Sequence[ObserverFactory],
 ) -> list[Route]:
     settings = live.current
     bodies = RequestBodies(settings, workers)
@@ -320,7 +323,7 @@ def build_routes(
         *metrics.routes(),
         *usage_routes(usage),
     ]
-    for dialect in _find_dialects():
+    for dialect in dialects:
         found += dialect.routes(observed, models, settings, bodies)
     # Starlette tries the routes in this order, so generation routes come first
     return sorted(found, key=lambda route: "POST" not in (route.methods or ()))
@@ -330,7 +333,3 @@ def _find_dialects() -> list[Any]:
     names = pkgutil.walk_packages([str(Path(__file__).parent)], f"{__package__}.")
     modules = [import_module(module.name) for module in names]
     return [module for module in modules if callable(getattr(module, "routes", None))]
-
-
-def _find_error_formats() -> list[DialectErrors]:
-    return [dialect.ERRORS for dialect in _find_dialects() if hasattr(dialect, "ERRORS")]
