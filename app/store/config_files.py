@@ -98,6 +98,11 @@ def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
         raise unreadable_error(path, str(error)) from error
 
 
+def as_object(value: Any) -> Mapping[str, Any]:
+    """Returns a value in a JSON file, or an empty object if it is something else."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
+
+
 def _parse_with_infinity(content: bytes) -> Any:
     """Parses JSON with Infinity, which Python writes although it is not valid JSON, and which some
     configs contain (for example, Nemotron-H's time_step_limit). Returns None if the JSON is invalid
@@ -116,8 +121,12 @@ def _parse_infinity(word: str) -> float:
     return float(word)
 
 
+def model_files_error(message: str) -> AppError:
+    return AppError(ErrorKind.MODEL_FILES, message)
+
+
 def unreadable_error(path: Path, why: str) -> AppError:
-    return AppError(ErrorKind.MODEL_FILES, f"{path} cannot be read: {why}")
+    return model_files_error(f"{path} cannot be read: {why}")
 
 
 def _read(path: Path, *, max_bytes: int) -> bytes:

@@ -12,10 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError
 from app.core.model_files import ModelFiles, merge_processor_config
 from app.store import safetensors_header, tiktoken_vocabulary
-from app.store.config_files import is_regular_file, read_json_object, read_text
+from app.store.config_files import (
+    is_regular_file,
+    model_files_error,
+    read_json_object,
+    read_text,
+)
 from app.store.safetensors_header import SafetensorsHeader
 from app.store.vocabulary import read_vocabulary
 
@@ -102,7 +107,7 @@ def _convert_tokenizer(folder: Path, tokenizer_config: Mapping[str, Any]) -> Pat
     if not is_regular_file(vocabulary):
         raise _missing_tokenizer_error(folder)
     if not tiktoken_vocabulary.uses_known_code(tokenizer_config):
-        raise _model_files_error(
+        raise model_files_error(
             f"{folder} has a {vocabulary.name}, but no tokenizer.json: only the model's own code, "
             "which is not run, can split text; use a copy of the model that has a tokenizer.json"
         )
@@ -131,7 +136,7 @@ def read_json_template(path: Path) -> str | None:
     parsed = read_json_object(path)
     template: Any = None if parsed is None else parsed.get("chat_template")
     if parsed is not None and not isinstance(template, str):
-        raise _model_files_error(f"{path} has no text in chat_template")
+        raise model_files_error(f"{path} has no text in chat_template")
     return template
 
 
@@ -143,7 +148,7 @@ def _read_named_templates(folder: Path) -> Mapping[str, str]:
 def _missing_tokenizer_error(folder: Path) -> AppError:
     others = [name for name in _OTHER_TOKENIZERS if (folder / name).is_file()]
     has = f", only {others[0]}" if others else ""
-    return _model_files_error(
+    return model_files_error(
         f"{folder} has no tokenizer.json{has}: use a copy of the model that has this file, for "
         "example from mlx-community, or save its tokenizer with transformers"
     )
@@ -154,13 +159,13 @@ def _missing_config_error(folder: Path) -> AppError:
     if adapter is not None:
         return _adapter_error(folder, adapter)
     if found := sorted(path.name for path in folder.glob(_GGUF)):
-        return _model_files_error(
+        return model_files_error(
             f"{folder} contains {len(found)} GGUF files: name one of them, such as "
             f"{folder / found[0]}"
         )
     if _is_incomplete_download(folder):
         return _incomplete_download_error(folder, "config.json")
-    return _model_files_error(f"{folder} has no config.json: it is not a model folder")
+    return model_files_error(f"{folder} has no config.json: it is not a model folder")
 
 
 def _adapter_error(folder: Path, config: Mapping[str, Any]) -> AppError:
@@ -168,7 +173,7 @@ def _adapter_error(folder: Path, config: Mapping[str, Any]) -> AppError:
     given = config.get("base_model_name_or_path") or config.get("model")
     base = given[:200] if isinstance(given, str) else "the model that it was trained for"
     kind = "PEFT" if "peft_type" in config else "mlx-lm"
-    return _model_files_error(
+    return model_files_error(
         f"{folder} is a LoRA adapter of {kind} and not a model: serve {base} with --adapter "
         f"NAME={folder}"
     )
@@ -181,13 +186,10 @@ def _is_incomplete_download(folder: Path) -> bool:
 
 
 def _incomplete_download_error(folder: Path, missing: str) -> AppError:
-    return _model_files_error(
+    return model_files_error(
         f"the download into {folder} is incomplete ({missing} is missing): run the command that "
         "downloaded it again"
     )
-
-
-_SUPPORTED_FORMATS = "safetensors version, or one that was converted for MLX"
 
 
 def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
@@ -211,7 +213,7 @@ def _find_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
         if _is_incomplete_download(folder):
             raise _incomplete_download_error(folder, missing[0])
         listed = f", which {_INDEX} lists" if missing[0] in names else ""
-        raise _model_files_error(f"{folder} has no {missing[0]}{listed}")
+        raise model_files_error(f"{folder} has no {missing[0]}{listed}")
     shards = tuple(safetensors_header.read(path) for path in _list_unindexed_shards(folder))
     _check_no_duplicates(shards)
     return shards
@@ -256,27 +258,27 @@ def _list_unindexed_shards(folder: Path) -> Sequence[Path]:
     if _is_incomplete_download(folder):
         raise _incomplete_download_error(folder, "model.safetensors")
     if any(folder.glob(_GGUF)):
-        raise _model_files_error(
+        raise model_files_error(
             f"{folder} has no .safetensors file, only a GGUF file: name the file itself, or remove "
             "config.json"
         )
+    pickle = ""
     if any(path for pattern in _PICKLES for path in folder.glob(pattern)):
-        why = "only a pickle file, which is never opened because it can run code"
-    else:
-        raise _model_files_error(f"{folder} has no .safetensors file")
-    raise _model_files_error(
-        f"{folder} has no .safetensors file, {why}: use the model's {_SUPPORTED_FORMATS}"
-    )
+        pickle = (
+            ", only a pickle file, which is never opened because it can run code: use the model's "
+            "safetensors version, or one that was converted for MLX"
+        )
+    raise model_files_error(f"{folder} has no .safetensors file{pickle}")
 
 
 def _read_weight_map(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
     """Returns the file of each tensor. The files may not exist."""
     parsed: Any = index.get("weight_map")
     if not isinstance(parsed, dict) or not parsed:
-        raise _model_files_error(f"{path} has no weight_map")
+        raise model_files_error(f"{path} has no weight_map")
     weight_map = cast(dict[str, Any], parsed)
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise _model_files_error(f"{path}: the values of weight_map must be file names")
+        raise model_files_error(f"{path}: the values of weight_map must be file names")
     return weight_map
 
 
@@ -291,11 +293,7 @@ def _check_no_duplicates(shards: Iterable[SafetensorsHeader]) -> None:
     shard_by_tensor: dict[str, Path] = {}
     for header in shards:
         for name in header.tensors.keys() & shard_by_tensor.keys():
-            raise _model_files_error(
+            raise model_files_error(
                 f"tensor {name} is in both {header.path} and {shard_by_tensor[name].name}"
             )
         shard_by_tensor.update(dict.fromkeys(header.tensors, header.path))
-
-
-def _model_files_error(message: str) -> AppError:
-    return AppError(ErrorKind.MODEL_FILES, message)

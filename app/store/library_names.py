@@ -44,7 +44,7 @@ _MAX_SUGGESTIONS = 3
 # mlx-community without the format at its end. A mapping has the repository, or the folder of a
 # repository, of each format, where the names are irregular or not every format is known to exist;
 # repositories without an organization belong to mlx-community. The format "" matches any.
-_LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
+LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
     "codestral": {"22b": "Codestral-22B-v0.1"},
     "deepseek-coder-v2": {"16b": {"4bit": "DeepSeek-Coder-V2-Lite-Instruct-4bit-mlx"}},
     "deepseek-r1": {
@@ -233,7 +233,7 @@ def find_equivalent_of(name: OllamaName) -> HubName | None:
     """Like `find_equivalent`, for a name that was parsed."""
     if (name.host, name.namespace) != (DEFAULT_HOST, DEFAULT_NAMESPACE):
         return None
-    tags = _LIBRARY.get(name.model.lower(), {})
+    tags = LIBRARY.get(name.model.lower(), {})
     tag = name.tag.lower()
     if tag == DEFAULT_TAG:
         tag = next(iter(tags), "")
@@ -274,16 +274,10 @@ def resolve_hub_name(text: str) -> HubName:
 def suggest_names(text: str) -> Sequence[str]:
     """Returns the names of the table that are most similar to `text`, most similar first."""
     model, colon, _ = text.lower().rpartition(":")
-    if model in _LIBRARY:  # only the tag is unknown
-        names = [f"{model}:{tag}" for tag in _LIBRARY[model]]
+    if model in LIBRARY:  # only the tag is unknown
+        names = [f"{model}:{tag}" for tag in LIBRARY[model]]
         return difflib.get_close_matches(text.lower(), names, _MAX_SUGGESTIONS, 0)
-    names = [f"{name}:{tag}" for name, tags in _LIBRARY.items() for tag in tags]
+    names = [f"{name}:{tag}" for name, tags in LIBRARY.items() for tag in tags]
     if not colon:
-        names = list(_LIBRARY)
+        names = list(LIBRARY)
     return difflib.get_close_matches(text.lower(), names, _MAX_SUGGESTIONS)
-
-
-def list_library() -> Mapping[str, HubName]:
-    """Returns every name of the table with its repository."""
-    names = (f"{name}:{tag}" for name, tags in _LIBRARY.items() for tag in tags)
-    return {name: hub_name for name in names if (hub_name := find_equivalent(name)) is not None}

@@ -11,11 +11,12 @@ scales.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from app.core.model_files import Json, ModelFiles
 from app.core.models import TensorDetails
 from app.store import safetensors_header
+from app.store.config_files import as_object
 from app.store.gguf import summary
 from app.store.gguf.model import is_gguf_model
 from app.store.safetensors_header import SafetensorsHeader, TensorInfo
@@ -112,9 +113,5 @@ def _read_format(
         mode = kind if kind in _GROUP_SIZES else "affine"
         size = int(group) if group is not None and group.isdecimal() else None
         return {"mode": mode, "group_size": size}
-    general = _as_object(config.get("quantization"))
-    return {**general, **_as_object(general.get(module))}
-
-
-def _as_object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    general = as_object(config.get("quantization"))
+    return {**general, **as_object(general.get(module))}

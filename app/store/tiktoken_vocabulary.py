@@ -21,7 +21,8 @@ from typing import Any, cast
 import orjson
 
 from app.store.cache_folder import cache_tokenizer
-from app.store.config_files import is_regular_file, unreadable_error
+from app.store.config_files import as_object, is_regular_file, unreadable_error
+from app.store.gguf.pre_tokenizers import BYTE_LEVEL, KIMI, join_components, make_bpe
 
 FILE_NAME = "tiktoken.model"
 
@@ -37,27 +38,10 @@ _NUM_SPECIAL_TOKENS = 256
 # the prefix of the class in tokenizer_config.json's auto_map
 _KIMI_CODE = "tokenization_kimi."
 
-# letters that are not Chinese characters, without upper case or without lower case
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_KIMI_PATTERN = "|".join(
-    [
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
-
 
 def uses_known_code(tokenizer_config: Mapping[str, Any]) -> bool:
     """Returns whether tokenizer_config.json names Kimi's code."""
-    named = _as_object(tokenizer_config.get("auto_map")).get("AutoTokenizer")
+    named = as_object(tokenizer_config.get("auto_map")).get("AutoTokenizer")
     names = cast("list[Any]", named) if isinstance(named, list) else [named]
     return any(isinstance(name, str) and name.startswith(_KIMI_CODE) for name in names)
 
@@ -84,40 +68,20 @@ def build_tokenizer(
     def spell(token: bytes) -> str:
         return "".join(map(letters.__getitem__, token))
 
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": _KIMI_PATTERN},
-        "behavior": "Isolated",
-        "invert": False,
-    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _list_special_tokens(len(ranks), tokenizer_config),
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "pre_tokenizer": join_components("pretokenizers", KIMI.components),
         "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # a part that is a token is used without merges, because they may not lead to it
-            "ignore_merges": True,
-            "vocab": {spell(token): rank for token, rank in ranks.items()},
-            "merges": [(spell(left), spell(right)) for left, right in _derive_merges(ranks)],
-        },
+        "decoder": BYTE_LEVEL,
+        "model": make_bpe(
+            {spell(token): rank for token, rank in ranks.items()},
+            [(spell(left), spell(right)) for left, right in _derive_merges(ranks)],
+            ignore_merges=KIMI.ignores_merges,
+        ),
     }
 
 
@@ -174,10 +138,10 @@ def _list_special_tokens(
 ) -> list[Mapping[str, Any]]:
     """Returns the tokens with the IDs after the vocabulary. Those without a name in
     added_tokens_decoder are reserved."""
-    named = _as_object(tokenizer_config.get("added_tokens_decoder"))
+    named = as_object(tokenizer_config.get("added_tokens_decoder"))
     tokens: list[Mapping[str, Any]] = []
     for id in range(first, first + _NUM_SPECIAL_TOKENS):
-        declared = _as_object(named.get(str(id)))
+        declared = as_object(named.get(str(id)))
         content, special = declared.get("content"), declared.get("special") is not False
         if not isinstance(content, str) or not content:
             content, special = f"<|reserved_token_{id}|>", True
@@ -193,10 +157,6 @@ def _list_special_tokens(
             }
         )
     return tokens
-
-
-def _as_object(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _map_bytes() -> Mapping[int, str]:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from app.core.errors import AppError, ErrorKind
 from app.core.model_files import AddedToken
-from app.store.config_files import read_json_object
+from app.store.config_files import as_object, model_files_error, read_json_object
 
 # the maximum size of the file; the largest vocabularies, with a quarter of a million tokens, take
 # 35 MB
@@ -45,7 +44,9 @@ def read_vocabulary(
 
     Raises AppError(MODEL_FILES) for a file that does not exist or is not a JSON object.
     """
-    parsed = _read_tokenizer(tokenizer)
+    parsed = read_json_object(tokenizer, max_bytes=_MAX_BYTES)
+    if parsed is None:
+        raise model_files_error(f"{tokenizer} is missing: every model needs a tokenizer.json")
     size = _count_ids(parsed)
     named = _read_named_tokens(tokenizer_config, added)
     if size is None or not named:
@@ -59,10 +60,10 @@ def _read_named_tokens(
 ) -> list[AddedToken]:
     """Returns the tokens of the other files in the order of their IDs. As in transformers,
     added_tokens.json counts only without `added_tokens_decoder`. Invalid entries are ignored."""
-    decoder: Any = tokenizer_config.get("added_tokens_decoder")
+    decoder = as_object(tokenizer_config.get("added_tokens_decoder"))
     tokens: list[AddedToken] = []
-    if isinstance(decoder, dict) and decoder:
-        for number, entry in cast(dict[str, Any], decoder).items():
+    if decoder:
+        for number, entry in decoder.items():
             match entry:
                 case {"content": str(content)} if number.isascii() and number.isdecimal():
                     flags = {
@@ -91,9 +92,8 @@ def _read_named_tokens(
 
 
 def _read_special_texts(tokenizer_config: Mapping[str, Any]) -> Iterator[str]:
-    more: Any = tokenizer_config.get("additional_special_tokens")
     values = [value for name, value in tokenizer_config.items() if name.endswith("_token")]
-    for value in [*values, *(cast("list[Any]", more) if isinstance(more, list) else [])]:
+    for value in [*values, *_list(tokenizer_config.get("additional_special_tokens"))]:
         match value:
             case str(text) | {"content": str(text)}:
                 yield text
@@ -136,8 +136,7 @@ def _find_missing_tokens(
 
 def _read_texts(tokenizer: Mapping[str, Any]) -> Mapping[str, int]:
     """Returns the IDs of the vocabulary by text."""
-    model = tokenizer.get("model")
-    vocabulary: Any = cast(dict[str, Any], model).get("vocab") if isinstance(model, dict) else None
+    vocabulary: Any = as_object(tokenizer.get("model")).get("vocab")
     if isinstance(vocabulary, dict):
         return cast(dict[str, int], vocabulary)
     pairs = [cast("list[Any]", entry) for entry in _list(vocabulary) if isinstance(entry, list)]
@@ -148,27 +147,17 @@ def _list(value: Any) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _read_tokenizer(path: Path) -> Mapping[str, Any]:
-    parsed = read_json_object(path, max_bytes=_MAX_BYTES)
-    if parsed is None:
-        raise AppError(
-            ErrorKind.MODEL_FILES, f"{path} is missing: every model needs a tokenizer.json"
-        )
-    return parsed
-
-
 def _count_ids(tokenizer: Mapping[str, Any]) -> int | None:
     return max(_iterate_ids(tokenizer), default=-1) + 1 or None
 
 
 def _iterate_ids(tokenizer: Mapping[str, Any]) -> Iterator[int]:
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
-    vocabulary: Any = cast(dict[str, Any], model).get("vocab") if isinstance(model, dict) else None
+    vocabulary: Any = as_object(tokenizer.get("model")).get("vocab")
     if isinstance(vocabulary, dict):
         yield from filter(_is_id, cast(dict[str, Any], vocabulary).values())
     if isinstance(vocabulary, list):  # Unigram: tokens with scores, in the order of their IDs
         yield len(cast("list[Any]", vocabulary)) - 1
-    for token in cast("list[Any]", added) if isinstance(added, list) else ():
+    for token in _list(tokenizer.get("added_tokens")):
         match token:
             case {"id": id} if _is_id(id):
                 yield id

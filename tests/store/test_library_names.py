@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.store.library_names import find_equivalent, list_library, suggest_names
+from app.store.library_names import LIBRARY, find_equivalent, suggest_names
 from app.store.model_names import HubName, parse_hub_name
 from tests.rows import rows
 
@@ -78,9 +78,10 @@ def test_any_other_name_has_none(name: str):
 
 
 def test_every_row_is_the_name_of_a_repository():
-    library = list_library()
-    assert len(library) > 120
-    assert all(parse_hub_name(str(name)) == name for name in library.values())
+    names = [f"{name}:{tag}" for name, tags in LIBRARY.items() for tag in tags]
+    repositories = [find_equivalent(name) for name in names]
+    assert len(repositories) > 120
+    assert all(parse_hub_name(str(name)) == name for name in repositories)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from contextlib import closing
 import pytest
 
 from app.core.errors import AppError, ErrorKind
-from app.store.ollama.writer import BlobUpload, get_blob_path
+from app.store.ollama.manifest import get_blob_path
+from app.store.ollama.writer import BlobUpload
 
 
 def test_the_free_space_is_checked_at_the_first_write_and_then_once_per_interval(

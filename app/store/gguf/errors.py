@@ -3,6 +3,9 @@
 Knows: the kind of such an error. Must not know: its reasons.
 """
 
+import contextlib
+from collections.abc import Generator
+
 from app.core.errors import AppError, ErrorKind
 from models.gguf.reader import GGUFError, UnsupportedError
 
@@ -15,8 +18,12 @@ class UnsupportedGGUFError(AppError):
         super().__init__(ErrorKind.MODEL_FILES, message)
 
 
-def to_app_error(error: GGUFError) -> AppError:
-    """Returns the error with the same message."""
-    if isinstance(error, UnsupportedError):
-        return UnsupportedGGUFError(str(error))
-    return AppError(ErrorKind.MODEL_FILES, str(error))
+@contextlib.contextmanager
+def translate_gguf_errors() -> Generator[None]:
+    """Raises AppError(MODEL_FILES) with the message of a GGUFError."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedGGUFError(str(error)) from error
+    except GGUFError as error:
+        raise AppError(ErrorKind.MODEL_FILES, str(error)) from error

@@ -18,14 +18,14 @@ from typing import Any
 from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles
 from app.store.cache_folder import cache_tokenizer
-from app.store.gguf.errors import UnsupportedGGUFError, to_app_error
+from app.store.gguf.errors import UnsupportedGGUFError, translate_gguf_errors
 from app.store.gguf.projector import VisionFiles, is_projector, read_vision
 from app.store.gguf.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from models.gguf import reader
 from models.gguf.architectures import CONFIG_TENSORS, read_config
 from models.gguf.ollama_towers import has_tower
 from models.gguf.ollama_variant import translate
-from models.gguf.reader import GGUFError, GGUFFile
+from models.gguf.reader import GGUFFile
 
 # changes whenever `build_tokenizer` returns something else for the same file
 _TOKENIZER_VERSION = 2
@@ -58,10 +58,8 @@ def read(path: Path, *, name: str, projectors: Iterable[Path] = ()) -> ModelFile
     """Reads a model. path: the file, or any file of a split model. projectors: files that may be
     its projector, the best one first. Raises AppError(MODEL_FILES) for a file that is invalid or
     not supported. The message is one line that names file and key."""
-    try:
+    with translate_gguf_errors():
         versions = reader.read_versions(path)
-    except GGUFError as error:
-        raise to_app_error(error) from error
     projectors = tuple(one for one in projectors if one.is_file())
     versions += tuple(reader.get_version(one.stat()) for one in projectors)
     files = _read_version(path, projectors, versions)
@@ -108,12 +106,10 @@ def _is_temporary(error: BaseException | None) -> bool:
 
 
 def _read(path: Path, projectors: tuple[Path, ...]) -> ModelFiles:
-    try:
+    with translate_gguf_errors():
         stored = reader.read(path)
         file = translate(stored)
         config = read_config(file)
-    except GGUFError as error:
-        raise to_app_error(error) from error
     vocabulary = read_vocabulary(file)
     files = ModelFiles(
         name="",
@@ -152,10 +148,8 @@ def copy_header(fetch: Callable[[int, int], bytes], size: int, path: Path) -> No
     """Writes a sparse file with all of a GGUF file that `read` needs. size: the size of the GGUF
     file. fetch: returns a number of its bytes at an offset. Raises AppError(MODEL_FILES), OSError,
     and the errors of `fetch`."""
-    try:
+    with translate_gguf_errors():
         reader.copy_header(fetch, size, path, contents=CONFIG_TENSORS)
-    except GGUFError as error:
-        raise to_app_error(error) from error
 
 
 def is_gguf(path: Path) -> bool:

@@ -1,4 +1,5 @@
-"""How a byte-level tokenizer of a GGUF file splits text, by the name in `tokenizer.ggml.pre`.
+"""How a byte-level tokenizer of a GGUF file splits text, by the name in `tokenizer.ggml.pre`, and
+the components of tokenizer.json that do not depend on the file.
 
 Knows: the splitting rules of published tokenizers, as components of tokenizer.json. Must not know:
 vocabularies, files.
@@ -36,10 +37,38 @@ def split(pattern: str) -> Component:
     }
 
 
+def join_components(kind: str, components: Sequence[Component]) -> Component:
+    """Returns the component that applies these in order. kind: the key of their list."""
+    if len(components) == 1:
+        return components[0]
+    return {"type": "Sequence", kind: list(components)}
+
+
+def make_bpe(
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any
+) -> Component:
+    """Returns the model of a tokenizer that merges pairs of tokens, the first ones first. options:
+    those that differ from the defaults."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": merges,
+        **options,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
     """components: the pre-tokenizers, applied in order. normalizer: changes the text before them.
-    ignores_merges: whether a part that is a token is not computed by merges."""
+    ignores_merges: whether a part that is a token is not computed by merges, which need not lead to
+    it."""
 
     components: Sequence[Component]
     normalizer: Component | None = None
@@ -110,7 +139,7 @@ _DEEPSEEK_V3 = PreTokenizer(
         BYTE_LEVEL,
     )
 )
-_KIMI = PreTokenizer(
+KIMI = PreTokenizer(
     components=(
         _split_by_case(
             contractions=f"{_CONTRACTIONS}?",
@@ -193,7 +222,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "qwen35": _QWEN35,
     "gpt-4o": _GPT4O,
     "minimax-m2": _GPT4O,
-    "kimi-k2": _KIMI,
+    "kimi-k2": KIMI,
     "tekken": _TEKKEN,
     # of Pixtral and later Mistral models, which use Tekken's rules; llama.cpp uses Llama 3's
     "pixtral": _TEKKEN,

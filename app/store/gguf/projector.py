@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core.model_files import AddedToken, Json
-from app.store.gguf.errors import to_app_error
+from app.store.gguf.errors import translate_gguf_errors
 from app.store.gguf.tokenizer import Vocabulary
 from models.gguf import reader
 from models.gguf.metadata import Metadata
@@ -53,10 +53,8 @@ def is_projector(name: str) -> bool:
 def has_projector_header(path: Path) -> bool:
     """Returns whether the content of a GGUF file is a projector's, whatever its name. Raises
     AppError(MODEL_FILES) for an invalid header."""
-    try:
+    with translate_gguf_errors():
         metadata = reader.read(path).metadata
-    except GGUFError as error:
-        raise to_app_error(error) from error
     is_clip = metadata.get("general.architecture") == ARCHITECTURE
     return is_clip or metadata.get("general.type") == "mmproj"
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from app.core.models import TensorDetails
-from app.store.gguf.errors import to_app_error
+from app.store.gguf.errors import translate_gguf_errors
 from models.gguf import reader
-from models.gguf.reader import GGUFError, GGUFFile
+from models.gguf.reader import GGUFFile
 
 # values of general.file_type and the labels that llama.cpp and Ollama show for them
 _FILE_TYPES: Mapping[int, str] = {
@@ -88,7 +88,5 @@ def _get_file_type(file: GGUFFile) -> int:
 
 
 def _read(path: Path) -> GGUFFile:
-    try:
+    with translate_gguf_errors():
         return reader.read(path)
-    except GGUFError as error:
-        raise to_app_error(error) from error

@@ -11,10 +11,9 @@ text.
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.store.gguf.errors import to_app_error
-from app.store.gguf.tokenizer import Vocabulary, read_vocabulary
+from app.store.gguf.errors import translate_gguf_errors
+from app.store.gguf.tokenizer import read_vocabulary
 from models.gguf.ollama_variant import read_model
-from models.gguf.reader import GGUFError
 
 _MARK = "IMAGE"
 # the content of a message of texts and images, with a mark for each image
@@ -76,16 +75,10 @@ _MARKS: Mapping[str, str] = {
 def find_template(path: Path) -> str:
     """Returns the template of the family of a GGUF file, or one that rejects every conversation
     with a message. Raises AppError(MODEL_FILES)."""
-    try:
+    with translate_gguf_errors():
         vocabulary = read_vocabulary(read_model(path))
-    except GGUFError as error:
-        raise to_app_error(error) from error
     tokens = frozenset(vocabulary.tokens)
-    known = {**_TEMPLATES, _MISTRAL_MARKERS: _MISTRAL} if _is_byte_level(vocabulary) else _TEMPLATES
+    known = {**_TEMPLATES, _MISTRAL_MARKERS: _MISTRAL} if vocabulary.kind == "gpt2" else _TEMPLATES
     found = (template for markers, template in known.items() if tokens.issuperset(markers))
     mark = next((mark for token, mark in _MARKS.items() if token in tokens), "")
     return _PARTS.replace(_MARK, mark) + next(found, _REFUSAL)
-
-
-def _is_byte_level(vocabulary: Vocabulary) -> bool:
-    return vocabulary.kind == "gpt2"

@@ -17,7 +17,13 @@ from typing import Any
 
 from app.core.errors import AppError, ErrorKind
 from app.store.gguf.errors import UnsupportedGGUFError
-from app.store.gguf.pre_tokenizers import BYTE_LEVEL, PRE_TOKENIZERS, Component
+from app.store.gguf.pre_tokenizers import (
+    BYTE_LEVEL,
+    PRE_TOKENIZERS,
+    Component,
+    join_components,
+    make_bpe,
+)
 from models.gguf.reader import Array, GGUFFile
 
 _PREFIX = "tokenizer.ggml."
@@ -82,6 +88,10 @@ class Vocabulary:
     tokens: Sequence[str]
     types: Sequence[int]
 
+    @property
+    def ids(self) -> Mapping[str, int]:
+        return {token: id for id, token in enumerate(self.tokens)}
+
     def find_token(self, key: str) -> int | None:
         """Returns the token ID in `tokenizer.ggml.{key}`. Returns None if there is none, or if it
         is not in the vocabulary."""
@@ -127,7 +137,8 @@ class Vocabulary:
     def adds_two_separators(self) -> bool:
         """Whether two EOS tokens are between a pair of texts, as in RoBERTa."""
         default = self.kind == "t5" and self.adds_bos
-        return self.kind != "bert" and self._get_flag("add_sep_token", default=default)
+        value = self.file.metadata.get(_PREFIX + "add_sep_token")
+        return self.kind != "bert" and (value if isinstance(value, bool) else default)
 
     @property
     def lowercases(self) -> bool:
@@ -172,10 +183,6 @@ class Vocabulary:
         """Returns the token with the first of the keys, or with the text."""
         found = (id for key in keys if (id := self.find_token(key)) is not None)
         return next(found, self.tokens.index(text) if text in self.tokens else None)
-
-    def _get_flag(self, key: str, *, default: bool) -> bool:
-        value = self.file.metadata.get(_PREFIX + key, default)
-        return value if isinstance(value, bool) else default
 
 
 # llama.cpp's defaults of add_bos_token
@@ -307,10 +314,10 @@ def _build_byte_level(vocabulary: Vocabulary) -> Mapping[str, Any]:
         )
     return {
         "normalizer": rules.normalizer,
-        "pre_tokenizer": _sequence("pretokenizers", rules.components),
+        "pre_tokenizer": join_components("pretokenizers", rules.components),
         "decoder": BYTE_LEVEL,
-        "model": _make_bpe(
-            vocabulary, _read_merges(vocabulary), ignore_merges=rules.ignores_merges
+        "model": make_bpe(
+            vocabulary.ids, _read_merges(vocabulary), ignore_merges=rules.ignores_merges
         ),
     }
 
@@ -351,7 +358,7 @@ def _build_word_piece(vocabulary: Vocabulary) -> Mapping[str, Any]:
             "unk_token": vocabulary.tokens[_require_unknown(vocabulary)],
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
-            "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
+            "vocab": vocabulary.ids,
         },
     }
 
@@ -381,7 +388,7 @@ def _build_unigram(vocabulary: Vocabulary) -> Mapping[str, Any]:
         ),
     }
     return {
-        "normalizer": _sequence("normalizers", normalizers) if normalizers else None,
+        "normalizer": join_components("normalizers", normalizers) if normalizers else None,
         "pre_tokenizer": metaspace,
         "decoder": metaspace,
         "model": {
@@ -445,41 +452,17 @@ def _make_sentencepiece(
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = vocabulary.unknown
     return {
-        "normalizer": _sequence("normalizers", [prepend, replace]) if adds_space else replace,
+        "normalizer": join_components("normalizers", [prepend, replace]) if adds_space else replace,
         "pre_tokenizer": None,
-        "decoder": _sequence("decoders", decoders),
-        "model": _make_bpe(
-            vocabulary,
+        "decoder": join_components("decoders", decoders),
+        "model": make_bpe(
+            vocabulary.ids,
             merges,
             byte_fallback=True,
             fuse_unk=True,
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
         ),
     }
-
-
-def _make_bpe(
-    vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], **options: Any
-) -> Mapping[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {token: id for id, token in enumerate(vocabulary.tokens)},
-        "merges": merges,
-        **options,
-    }
-
-
-def _sequence(kind: str, components: Sequence[Component]) -> Component:
-    if len(components) == 1:
-        return components[0]
-    return {"type": "Sequence", kind: list(components)}
 
 
 def _read_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:

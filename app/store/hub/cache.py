@@ -89,7 +89,7 @@ def _find_gguf(name: HubName, storage: Path, revision: str | None) -> ModelFiles
 
 
 def _find_snapshot(storage: Path, revision: str | None) -> Path | None:
-    ref = storage / "refs" / (revision or "main")
+    ref = storage / "refs" / (revision or constants.DEFAULT_REVISION)
     commit = ref.read_text(errors="replace").strip() if ref.is_file() else revision
     folder = storage / "snapshots" / (commit or "")
     return folder if commit and is_revision(commit) and folder.is_dir() else None
@@ -110,11 +110,9 @@ def _find_config(repo_id: str, revision: str | None, subfolder: str | None) -> P
 def _choose_cached_subfolder(storage: Path, repo_id: str, revision: str | None) -> str | None:
     """Returns the preferred folder of one revision that contains a complete model; if there is
     none, the preferred incomplete one."""
-    ref = storage / "refs" / (revision or constants.DEFAULT_REVISION)
-    commit = ref.read_text(errors="replace").strip() if ref.is_file() else revision
-    if commit is None or not _COMMIT.fullmatch(commit):
+    snapshot = _find_snapshot(storage, revision)
+    if snapshot is None:
         return None
-    snapshot = storage / "snapshots" / commit
     folders = _list_model_subfolders(snapshot)
     complete = [name for name in folders if not _find_missing_files(repo_id, snapshot / name, name)]
     return required_files.choose_subfolder(

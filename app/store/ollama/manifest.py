@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from app.core.errors import AppError, ErrorKind
 from app.store import digests
-from app.store.config_files import is_regular_file, read_json_object
+from app.store.config_files import is_regular_file, model_files_error, read_json_object
 from app.store.model_names import OllamaName, parse_ollama_name
 
 TENSOR, JSON, TEMPLATE, SYSTEM, PARAMS, GGUF, PROJECTOR, ADAPTER, MESSAGES, LICENSE = (
@@ -74,6 +73,10 @@ def get_manifest_path(name: OllamaName) -> Path:
     return store_folder() / "manifests" / name.host / name.namespace / name.model / name.tag
 
 
+def get_blob_path(sha256: str) -> Path:
+    return store_folder() / "blobs" / f"sha256-{sha256}"
+
+
 def list_names() -> Iterator[OllamaName]:
     """Yields every name that has a manifest."""
     folder = store_folder() / "manifests"
@@ -96,7 +99,7 @@ def read(path: Path) -> Manifest | None:
         return None
     entries = content.get("layers")
     if not isinstance(entries, list):
-        raise _model_files_error(f"{path} is not a manifest: it has no layers")
+        raise model_files_error(f"{path} is not a manifest: it has no layers")
     # a tensor blob contains a weight and its scales, or a group of experts, so a digest may occur
     # twice
     layers = tuple(_parse_layer(path, layer) for layer in cast("list[Any]", entries))
@@ -108,9 +111,9 @@ def verify_layer(layer: ManifestLayer) -> None:
     try:
         valid = digests.sha256(layer.blob) == layer.sha256
     except OSError as error:
-        raise _model_files_error(f"{layer.blob} cannot be read: {error}") from error
+        raise model_files_error(f"{layer.blob} cannot be read: {error}") from error
     if not valid:
-        raise _model_files_error(
+        raise model_files_error(
             f"{layer.blob} ({layer.name or layer.media_type}) is damaged: its SHA-256 does not "
             "match its name; remove it and run `ollama pull` again"
         )
@@ -127,25 +130,21 @@ def _parse_layer(path: Path, entry: Any) -> ManifestLayer:
         case {"mediaType": str(role), "digest": str(digest), "size": int(size)}:
             pass
         case _:
-            raise _model_files_error(
+            raise model_files_error(
                 f"{path} is not a manifest: a layer lacks mediaType, digest or size"
             )
     named: Any = cast(dict[str, Any], entry).get("name", "")
     match = _DIGEST.fullmatch(digest)
     if match is None:
-        raise _model_files_error(f"{path} lists {digest[:100]!r}, which is not a SHA-256 digest")
-    blob = store_folder() / "blobs" / f"sha256-{match[1]}"
+        raise model_files_error(f"{path} lists {digest[:100]!r}, which is not a SHA-256 digest")
+    blob = get_blob_path(match[1])
     if not is_regular_file(blob):
-        raise _model_files_error(
+        raise model_files_error(
             f"{path} lists {blob.name}, which is missing: run `ollama pull` again"
         )
     if blob.stat().st_size != size:
-        raise _model_files_error(
+        raise model_files_error(
             f"{blob} has {blob.stat().st_size} bytes, but {path} gives {size}: remove it and run "
             "`ollama pull` again"
         )
     return ManifestLayer(media_type=role, name=str(named), blob=blob, sha256=match[1])
-
-
-def _model_files_error(message: str) -> AppError:
-    return AppError(ErrorKind.MODEL_FILES, message)

@@ -12,13 +12,16 @@ files contain theirs.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from app.core.errors import AppError, ErrorKind
 from app.core.model_files import Json, ModelFiles, merge_processor_config
 from app.store import safetensors_header
-from app.store.config_files import read_json_array, read_json_object, read_text
+from app.store.config_files import (
+    model_files_error,
+    read_json_array,
+    read_json_object,
+    read_text,
+)
 from app.store.gguf import model as gguf_model
 from app.store.gguf.templates import find_template
 from app.store.hf_folder import read_json_template
@@ -76,129 +79,108 @@ def find(name: OllamaName) -> ModelFiles | None:
     if parsed is None:
         return None
     _check_format(name, parsed)
-    if parsed.get_layers(GGUF):
-        return _read_gguf(name, parsed)
-    files = {layer.name: layer for layer in parsed.get_layers(JSON)}
     for media_type in (JSON, SYSTEM, PARAMS, TEMPLATE, MESSAGES, LICENSE):
         for layer in parsed.get_layers(media_type):
             manifest.verify_layer(layer)
+    read = _read_gguf if parsed.get_layers(GGUF) else _read_tensors
+    files, parameters = read(name, parsed), _read_parameters(parsed)
+    return replace(
+        files,
+        path=parsed.path,
+        generation_config=_merge_generation_config(files.generation_config, parameters),
+        created=int(parsed.path.stat().st_mtime),
+        system_prompt=_read_texts(parsed, SYSTEM),
+        first_messages=_read_messages(parsed),
+        license=_read_texts(parsed, LICENSE) or files.license,
+        parent=_read_parent(parsed),
+        recommended_context=_read_context_length(parsed, parameters),
+        adapter_path=next((layer.blob for layer in parsed.get_layers(ADAPTER)), None),
+    )
+
+
+def _read_tensors(name: OllamaName, found: Manifest) -> ModelFiles:
+    """Reads the files of a model with tensor layers."""
+    files = {layer.name: layer for layer in found.get_layers(JSON)}
     for needed in ("config.json", "tokenizer.json"):
         if needed not in files:
-            raise _model_files_error(
-                f"{parsed.path} has no {needed} layer: run `ollama pull` again"
-            )
+            raise model_files_error(f"{found.path} has no {needed} layer: run `ollama pull` again")
     names = (
         "config.json",
         "tokenizer_config.json",
         "generation_config.json",
         "preprocessor_config.json",
         "processor_config.json",
+        "added_tokens.json",
     )
-    objects = {
+    objects: dict[str, Json] = {
         file: read_json_object(files[file].blob) or {} if file in files else {} for file in names
     }
     # each blob is listed only once, although several tensors may share one
-    tensors = parsed.get_layers(TENSOR)
-    blobs = dict.fromkeys(layer.blob for layer in tensors if _is_model_tensor(layer.name))
-    parameters = _read_parameters(parsed)
+    tensors = found.get_layers(TENSOR)
+    blobs = dict.fromkeys(
+        layer.blob for layer in tensors if not layer.name.startswith(_DRAFT_PREFIX)
+    )
     jinja = files.get("chat_template.jinja")
     template = None if jinja is None else read_text(jinja.blob)
     template_file = "chat_template.jinja"
-    if template is None and not _has_template(objects) and "chat_template.json" in files:
-        template_file = "chat_template.json"
-        template = read_json_template(files[template_file].blob)
-    added = files.get("added_tokens.json")
+    if template is None and not objects["tokenizer_config.json"].get("chat_template"):
+        if "chat_template.json" in files:
+            template_file = "chat_template.json"
+            template = read_json_template(files[template_file].blob)
+        elif found.get_layers(TEMPLATE):
+            log.warning(
+                "%s: its chat template is in Ollama's Go format, which is not supported", name
+            )
     vocabulary = read_vocabulary(
-        files["tokenizer.json"].blob,
-        objects["tokenizer_config.json"],
-        (read_json_object(added.blob) if added else None) or {},
+        files["tokenizer.json"].blob, objects["tokenizer_config.json"], objects["added_tokens.json"]
     )
-    if parsed.get_layers(TEMPLATE) and template is None and not _has_template(objects):
-        log.warning("%s: its chat template is in Ollama's Go format, which is not supported", name)
     shards = [safetensors_header.read(blob) for blob in blobs]
     return ModelFiles(
         name=str(name),
-        path=parsed.path,
+        path=found.path,
         config=objects["config.json"],
         shards=tuple(blobs),
         tokenizer_path=files["tokenizer.json"].blob,
         tokenizer_config=objects["tokenizer_config.json"],
-        generation_config=_merge_generation_config(objects["generation_config.json"], parameters),
+        generation_config=objects["generation_config.json"],
         chat_template=template,
         chat_template_file=template_file,
         processor_config=merge_processor_config(
             objects["preprocessor_config.json"], objects["processor_config.json"]
         ),
-        created=int(parsed.path.stat().st_mtime),
-        system_prompt=_read_texts(parsed, SYSTEM),
-        first_messages=_read_messages(parsed),
-        license=_read_texts(parsed, LICENSE) or "",
-        parent=_read_parent(parsed),
-        recommended_context=_read_context_length(parsed, parameters),
+        created=0,
         tokenizer_vocab_size=vocabulary.size,
         added_tokens=vocabulary.missing,
         weight_bytes=sum(header.nbytes for header in shards),
         weights_digest=safetensors_header.combine_fingerprints(shards),
-        adapter_path=_find_adapter(parsed),
     )
-
-
-def _is_model_tensor(tensor: str) -> bool:
-    return not tensor.startswith(_DRAFT_PREFIX)
 
 
 def _read_gguf(name: OllamaName, found: Manifest) -> ModelFiles:
     """Reads a model whose weights are one GGUF file, Ollama's usual format. The file contains the
     tokenizer, and almost always a Jinja template. Otherwise, the template of the family is used,
     because Ollama's own templates are in Go's format."""
-    for media_type in (SYSTEM, PARAMS, TEMPLATE, MESSAGES, LICENSE):
-        for layer in found.get_layers(media_type):
-            manifest.verify_layer(layer)
     weights = found.get_layers(GGUF)
     if len(weights) > 1:
-        raise _model_files_error(
-            f"{name} has {len(weights)} GGUF layers, but only one is supported"
-        )
+        raise model_files_error(f"{name} has {len(weights)} GGUF layers, but only one is supported")
     projectors = [layer.blob for layer in found.get_layers(PROJECTOR)]
     files = gguf_model.read(weights[0].blob, name=str(name), projectors=projectors)
-    parameters = _read_parameters(found)
-    template = None
-    if not files.tokenizer_config.get("chat_template") and found.get_layers(TEMPLATE):
-        template = find_template(weights[0].blob)
-    return replace(
-        files,
-        path=found.path,
-        generation_config=_merge_generation_config(files.generation_config, parameters),
-        chat_template=template,
-        created=int(found.path.stat().st_mtime),
-        system_prompt=_read_texts(found, SYSTEM),
-        first_messages=_read_messages(found),
-        license=_read_texts(found, LICENSE) or files.license,
-        parent=_read_parent(found),
-        recommended_context=_read_context_length(found, parameters),
-        adapter_path=_find_adapter(found),
-    )
-
-
-def _find_adapter(found: Manifest) -> Path | None:
-    return next((layer.blob for layer in found.get_layers(ADAPTER)), None)
+    if files.tokenizer_config.get("chat_template") or not found.get_layers(TEMPLATE):
+        return files
+    return replace(files, chat_template=find_template(weights[0].blob))
 
 
 def _check_format(name: OllamaName, found: Manifest) -> None:
     """Raises AppError(MODEL_FILES) unless the model consists of tensor layers or a GGUF layer, with
     at most one adapter."""
     if not found.get_layers(GGUF) and not found.get_layers(TENSOR):
-        raise _model_files_error(
+        raise model_files_error(
             f"{name} has no weights in a supported format: use the same model in the "
             "safetensors format, for example from mlx-community: "
             "`mlxrunner pull mlx-community/...`"
         )
     if (count := len(found.get_layers(ADAPTER))) > 1:
-        raise _model_files_error(f"{name} has {count} LoRA adapters, but only one is supported")
-
-
-def _has_template(objects: Mapping[str, Json]) -> bool:
-    return bool(objects["tokenizer_config.json"].get("chat_template"))
+        raise model_files_error(f"{name} has {count} LoRA adapters, but only one is supported")
 
 
 def _read_texts(found: Manifest, media_type: str) -> str | None:
@@ -217,7 +199,7 @@ def _read_messages(found: Manifest) -> tuple[tuple[str, str], ...]:
                 case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
                     messages.append((role, content))
                 case _:
-                    raise _model_files_error(
+                    raise model_files_error(
                         f"{layer.blob} holds a message that is not a role and a text"
                     )
     return tuple(messages)
@@ -265,11 +247,7 @@ def _read_context_length(found: Manifest, parameters: Json) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _model_files_error(
+        raise model_files_error(
             f"{found.path}: the parameter num_ctx is {value!r}, but must be at least 1"
         )
     return value
-
-
-def _model_files_error(message: str) -> AppError:
-    return AppError(ErrorKind.MODEL_FILES, message)

@@ -28,7 +28,7 @@ from app.core.thread_pools import CancelToken
 from app.core.units import format_bytes
 from app.store.config_files import read_json_object
 from app.store.model_names import OllamaName
-from app.store.ollama.manifest import get_manifest_path, store_folder
+from app.store.ollama.manifest import get_blob_path, get_manifest_path, store_folder
 
 # the minimum free disk space in bytes after a write
 RESERVED_BYTES = 1 << 30
@@ -74,10 +74,6 @@ def parse_digest(text: str) -> str:
             f"invalid digest format: {shown} is not sha256: and 64 hexadecimal digits",
         )
     return match[1]
-
-
-def get_blob_path(sha256: str) -> Path:
-    return store_folder() / "blobs" / f"sha256-{sha256}"
 
 
 def check_disk_space(nbytes: int) -> None:
