@@ -92,8 +92,7 @@ def counters_only(stats: EngineStats) -> EngineStats:
 
 
 class ModelHandle:
-    """Implements `Engine` and `app.runners.quarantine.RunnerSource`. Public attributes are read and
-    set by the pool.
+    """Implements `Engine`. Public attributes are read and set by the pool.
 
     phase: the phase of the runner; "out" if there is none.
     capacity: the capacity of the engine while it is ready, otherwise None.
@@ -134,7 +133,7 @@ class ModelHandle:
         self._notify_pool = notify_pool
         self._clock = clock
         self._restart_policy = restart_policy
-        self._quarantine = CrashQuarantine(served, self, clock)
+        self._quarantine = CrashQuarantine(served, self.get_runner, clock)
         self._admission = Admission(self, served.settings.max_queue)
         self._runner: Runner | None = None
         self._snapshots: SnapshotRefresh | None = None
@@ -197,8 +196,8 @@ class ModelHandle:
             return reply
 
     async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """Implements `RunnerSource.get_runner`, for requests that hold a lease. The lease makes the
-        pool reload the model."""
+        """Returns the runner when it is ready, and is not `lost_runner`, for requests that hold a
+        lease. The lease makes the pool reload the model."""
         try:
             async with asyncio.timeout(self.served.settings.load_wait):
                 while (runner := self._ready_runner()) is None or runner is lost_runner:

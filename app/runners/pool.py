@@ -149,18 +149,6 @@ class ModelPool:
         handle = self._handles.get(served.name)
         return None if handle is None else handle.capacity
 
-    def context_length(self, served: ServedModel) -> int | None:
-        """Returns the maximum number of positions in a sequence, or None while the model is not
-        loaded. Thread-safe, like `capacity`."""
-        capacity = self.capacity(served)
-        return None if capacity is None else capacity.context_length
-
-    def parallel(self, served: ServedModel) -> int | None:
-        """Returns the maximum number of concurrent sequences, or None while the model is not
-        loaded. Thread-safe, like `capacity`."""
-        capacity = self.capacity(served)
-        return None if capacity is None else capacity.parallel
-
     def loaded_files(self, served: ServedModel) -> ModelFiles | None:
         """Returns the files from which the model was loaded, or None while it is not loaded.
         Thread-safe."""

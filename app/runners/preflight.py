@@ -70,11 +70,7 @@ async def estimate_memory(
         parent_pid=os.getpid(), files=files, settings=settings, loaded_bytes=loaded_bytes
     )
     try:
-        reply = await run_module(
-            "app.runners.preflight_main",
-            question,
-            settings.load_timeout,
-        )
+        reply = await run_module("app.runners.preflight_main", question, settings.load_timeout)
     except TimeoutError:
         why = f"the process took longer than {settings.load_timeout:g} s"
         raise _build_error(ErrorKind.MODEL_FILES, files, why) from None
@@ -208,16 +204,10 @@ class Preflight:
         else:
             self._task = None
             handle.requirement = need
-            if need is None:
-                self._result = PreflightResult(files=files, requirement=None, total_bytes=None)
-            elif self._total_bytes is not None:
-                self._result = PreflightResult(
-                    files=files, requirement=need, total_bytes=self._total_bytes
-                )
-            elif all(one.phase == "ready" for one in loaded):
-                self._result = PreflightResult(
-                    files=files, requirement=need, total_bytes=need.device_budget
-                )
+            total = None if need is None else self._total_bytes or need.device_budget
+            is_fixed = need is None or self._total_bytes is not None
+            if is_fixed or all(one.phase == "ready" for one in loaded):
+                self._result = PreflightResult(files=files, requirement=need, total_bytes=total)
             else:  # a model was unloaded during the estimate, so the free memory is uncertain
                 self._reset()
         self._on_result()

@@ -18,10 +18,17 @@ import hashlib
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from app.core.errors import AppError, ErrorKind
 from app.core.images import ImagePixels
@@ -130,23 +137,19 @@ def _key(job: AnyJob) -> bytes:
     return digest.digest()
 
 
-class RunnerSource(Protocol):
-    """Provides the current runner of a model."""
-
-    async def get_runner(self, lost_runner: Runner | None = None) -> Runner:
-        """Returns the current runner. If there is none, or if it is `lost_runner`, waits for the
-        next runner. Raises AppError if no runner will be started."""
-        ...
+# Returns the current runner of a model. If there is none, or if it is the argument, waits for the
+# next runner. Raises AppError if no runner will be started.
+GetRunner = Callable[[Runner | None], Awaitable[Runner]]
 
 
 class CrashQuarantine:
     """Runs the jobs of one model, and runs them again after a crash if this is allowed."""
 
     def __init__(
-        self, served: ServedModel, source: RunnerSource, clock: Callable[[], float]
+        self, served: ServedModel, get_runner: GetRunner, clock: Callable[[], float]
     ) -> None:
         self._name = served.name
-        self._source = source
+        self._get_runner = get_runner
         self._crash_records = CrashRecords(clock)
         self._attempts: dict[str, _Attempt] = {}
         # cancelled jobs in `_attempts`, and the engine's step count at that time
@@ -159,7 +162,7 @@ class CrashQuarantine:
         the job is submitted to the next runner."""
         self._check_refused(job)
         async with AsyncExitStack() as stack:
-            submission = _RetryingSubmission(job, self._source, self._attempt, stack)
+            submission = _RetryingSubmission(job, self._get_runner, self._attempt, stack)
             await submission.submit()
             yield submission
 
@@ -169,7 +172,7 @@ class CrashQuarantine:
         self._check_refused(job)
         lost_runner: Runner | None = None
         while True:
-            runner = await self._source.get_runner(lost_runner)
+            runner = await self._get_runner(lost_runner)
             async with self._attempt(job, runner) as attempt:
                 try:
                     vectors = await runner.embed(job)
@@ -301,12 +304,12 @@ class _RetryingSubmission:
     def __init__(
         self,
         job: Job,
-        source: RunnerSource,
+        get_runner: GetRunner,
         attempt: Callable[[Job, Runner], AbstractAsyncContextManager[_Attempt]],
         stack: AsyncExitStack,
     ) -> None:
         self._job = job
-        self._source = source
+        self._get_runner = get_runner
         self._attempt = attempt
         self._stack = stack
         self._current: _Attempt | None = None
@@ -342,7 +345,7 @@ class _RetryingSubmission:
         `Runner.submit`, and the error that prevents the model from being reloaded."""
         while True:
             await self._stack.aclose()
-            runner = await self._source.get_runner(lost_runner)
+            runner = await self._get_runner(lost_runner)
             attempt = self._current = await self._stack.enter_async_context(
                 self._attempt(self._job, runner)
             )

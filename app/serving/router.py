@@ -412,7 +412,6 @@ class ModelRouter:
 
     async def _describe(self, entry: RegisteredModel) -> ModelDetails:
         facts = await self._describer.describe(entry.files, key=entry.served.name)
-        context = self._pool.context_length(entry.served)
         capabilities = facts.capabilities - {"vision"}
         if self._has_vision(entry):
             capabilities |= {"vision"}
@@ -420,10 +419,16 @@ class ModelRouter:
             facts,
             capabilities=capabilities,
             name=entry.served.name,
-            context_length=context
-            or entry.files.resolve_context_length(entry.served.settings.context),
+            context_length=self._context_length(entry),
             keep_alive=entry.served.keep_alive,
         )
+
+    def _context_length(self, entry: RegisteredModel) -> int:
+        """Returns the maximum number of positions in a sequence, which a loaded model may limit."""
+        capacity = self._pool.capacity(entry.served)
+        if capacity is not None:
+            return capacity.context_length
+        return entry.files.resolve_context_length(entry.served.settings.context)
 
     async def _fetch_image(self, image: RemoteImage) -> Image:
         data = await self._image_fetcher.read_url(image.url, image.param)
@@ -534,11 +539,12 @@ class ModelRouter:
         self, entry: RegisteredModel, adapter: AdapterSettings | None = None
     ) -> ModelCard:
         settings, files = entry.served.settings, entry.files
-        context = self._pool.context_length(entry.served)
+        capacity = self._pool.capacity(entry.served)
+        parallel = settings.parallel if capacity is None else capacity.parallel
         return ModelCard(
             id=_join_name(entry, adapter),
             created=files.created,
-            context_length=context or files.resolve_context_length(settings.context),
+            context_length=self._context_length(entry),
             system_fingerprint=self._get_fingerprint(entry, adapter),
             parent=entry.served.name if adapter else None,
             aliases=() if adapter else entry.served.aliases,
@@ -549,9 +555,7 @@ class ModelRouter:
             logprobs_limit=limit_logprobs(
                 settings.max_logprobs,
                 vocab_size=files.sampleable_vocab_size,
-                parallel=self._pool.parallel(entry.served)
-                or settings.parallel
-                or MAX_DEFAULT_PARALLEL,
+                parallel=parallel or MAX_DEFAULT_PARALLEL,
             ),
         )
 

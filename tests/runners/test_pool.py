@@ -86,7 +86,9 @@ def test_a_request_waits_for_the_load_and_the_next_one_does_not():
             state = pool.model_state(A)
             assert (state.phase, state.leases, state.allocation) == ("ready", 0, 4)
             assert (state.context_length, state.parallel, state.pid) == (64, 2, 7)
-            assert (pool.context_length(A), pool.context_length(B)) == (64, None)
+            capacity = pool.capacity(A)
+            assert capacity is not None
+            assert (capacity.context_length, pool.capacity(B)) == (64, None)
             assert pool.get_handle(A) is pool.get_handle(A)
             assert script.loads == ["a"]
 

@@ -107,9 +107,7 @@ def _connect(
         ) from error
     connection.set_timeout(_CONNECT_TIMEOUT)
     traits = collect_traits(files, settings)
-    connection.send_to_leader(
-        Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits)
-    )
+    connection.send(Hello(secret=meeting.secret, rank=launch.rank, host=own, traits=traits))
     match next(connection.read_from_leader(), None):
         case HelloReply(refused=None):
             connection.set_timeout(None)
@@ -224,12 +222,12 @@ class _Follower:
             self._grammars.compile(message.grammar, message.stop_ids)
         except AppError as error:
             log.info("rank %d: %s", self._ranks.rank, error.message)
-        self._connection.send_to_leader(Compiled(number=message.number))
+        self._connection.send(Compiled(number=message.number))
 
     def _fail(self, reason: str) -> None:
         self._failed = True
         log.error("rank %d: %s", self._ranks.rank, reason)
-        self._connection.send_to_leader(RankFailed(reason=reason))
+        self._connection.send(RankFailed(reason=reason))
         self._connection.shutdown()
 
 

@@ -128,7 +128,7 @@ class RankGroup:
 
     def broadcast(self, message: LeaderMessage) -> None:
         for member in self._peers.values():
-            member.connection.send_to_follower(message)
+            member.connection.send(message)
 
     def wait_for_failure(self, timeout: float = 0.0) -> str | None:
         """Waits for up to `timeout` seconds for a failure of the group. Returns the reason, or None
@@ -352,7 +352,7 @@ def _accept_peers(
         line.set_timeout(None)
         member = RankPeer(rank=hello.rank, host=hello.host, connection=line)
         refused = _find_mismatch(member, hello.traits, traits)
-        line.send_to_follower(HelloReply(refused=refused))
+        line.send(HelloReply(refused=refused))
         if refused is not None:
             line.close()
             raise AppError(ErrorKind.INVALID, refused)

@@ -164,14 +164,11 @@ class RankConnection:
         """Sets the timeout for reads and writes in seconds. None means no timeout."""
         self._socket.settimeout(seconds)
 
-    def send_to_follower(self, message: LeaderMessage) -> None:
-        """Sends a message from rank 0. Errors are ignored, because the reader detects a lost
-        peer."""
-        self._write(message)
-
-    def send_to_leader(self, message: FollowerMessage) -> None:
-        """Sends a message to rank 0. Errors are ignored, as in `send_to_follower`."""
-        self._write(message)
+    def send(self, message: LeaderMessage | FollowerMessage) -> None:
+        """Sends a message. Errors are ignored, because the reader detects a lost peer."""
+        frame = encode_frame(message)
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(frame)
 
     def read_from_leader(self) -> Iterator[LeaderMessage]:
         """Yields the messages of rank 0 until the connection ends."""
@@ -200,11 +197,6 @@ class RankConnection:
         self.shutdown()
         self._reader.close()
         self._socket.close()
-
-    def _write(self, message: LeaderMessage | FollowerMessage) -> None:
-        frame = encode_frame(message)
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(frame)
 
     def _read_frames(self) -> Iterator[bytes]:
         with contextlib.suppress(OSError):

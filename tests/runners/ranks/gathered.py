@@ -66,7 +66,7 @@ def send_hello(
     secret = changes.pop("secret", rendezvous.secret)
     traits = collect_traits(model, replace(SETTINGS, **changes))
     connection = connect(rendezvous.port)
-    connection.send_to_leader(Hello(secret=secret, rank=1, host="studio", traits=traits))
+    connection.send(Hello(secret=secret, rank=1, host="studio", traits=traits))
     reply = next(connection.read_from_leader(), None)
     if not isinstance(reply, HelloReply) or reply.refused is not None:
         connection.close()

@@ -81,7 +81,7 @@ def start_leader(
         hello = next(replies)
         assert isinstance(hello, Hello)
         assert (hello.secret, hello.rank) == ("s", 1)
-        connection.send_to_follower(HelloReply(**reply))
+        connection.send(HelloReply(**reply))
         script(connection, replies)
         connection.close()
 
@@ -96,16 +96,16 @@ def test_a_follower_runs_every_step_until_it_is_stopped(
     messages = list[FollowerMessage]()
 
     def script(connection: RankConnection, replies: Iterator[FollowerMessage]) -> None:
-        connection.send_to_follower(RunStep(commands=(), checksum=0))
-        connection.send_to_follower(
+        connection.send(RunStep(commands=(), checksum=0))
+        connection.send(
             Compile(number=3, grammar=Regex(pattern="a+"), stop_ids=frozenset({tiny.END}))
         )
         messages.append(next(replies))
         request = job("a", [1, 2, 3], grammar=Regex(pattern="a+"), seed=1)
-        connection.send_to_follower(
+        connection.send(
             RunStep(commands=(Submit(job=request), Cancel(job="b", keep=None)), checksum=0)
         )
-        connection.send_to_follower(Stop())
+        connection.send(Stop())
         messages.extend(replies)
 
     leader_thread = start_leader(script, monkeypatch)
@@ -130,10 +130,8 @@ def test_a_follower_exits_when_its_results_differ(
     messages = list[FollowerMessage]()
 
     def script(connection: RankConnection, replies: Iterator[FollowerMessage]) -> None:
-        connection.send_to_follower(
-            RunStep(commands=(Submit(job=job("a", [1, 2, 3])),), checksum=0)
-        )
-        connection.send_to_follower(RunStep(commands=(), checksum=12345))
+        connection.send(RunStep(commands=(Submit(job=job("a", [1, 2, 3])),), checksum=0))
+        connection.send(RunStep(commands=(), checksum=12345))
         messages.extend(replies)
 
     leader_thread = start_leader(script, monkeypatch)
@@ -194,7 +192,7 @@ def test_a_first_sigterm_waits_for_rank_0_and_a_second_one_does_not(
         def send_sigterm() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             # a signal just before a read is handled after that read
-            connection.send_to_follower(HelloReply(refused=None))
+            connection.send(HelloReply(refused=None))
 
         assert ready.wait(PATIENCE)
         send_sigterm()

@@ -156,7 +156,7 @@ def test_a_failing_rank_reports_the_reason(
 ) -> None:
     group, connection = pair
     wait = listen_for_failure(group)
-    connection.send_to_leader(RankFailed(reason="its disk is gone"))
+    connection.send(RankFailed(reason="its disk is gone"))
     assert wait() == ["rank 1 (studio): its disk is gone"]
     assert len(exit_delays) == 1
 
@@ -195,7 +195,7 @@ def test_a_grammar_is_ready_when_all_ranks_have_it(
         assert message.stop_ids == {257}
         time.sleep(0.1)  # a shorter sleep could only miss that it ends
         assert not compiled.done()
-        connection.send_to_leader(Compiled(number=message.number))
+        connection.send(Compiled(number=message.number))
         assert not compiled.result(PATIENCE).done
 
 
@@ -212,7 +212,7 @@ def test_a_slow_compilation_on_a_rank_fails_only_its_request(
     assert refused.value.kind is ErrorKind.BUSY
     message = next(connection.read_from_leader())
     assert isinstance(message, Compile)
-    connection.send_to_leader(Compiled(number=message.number))  # too late
+    connection.send(Compiled(number=message.number))  # too late
     # a shorter wait could only miss a failure
     assert group.wait_for_failure(timeout=0.1) is None
 
