@@ -14,7 +14,6 @@ from typing import Any, cast
 import mlx.core as mx
 
 from app.core.errors import AppError, ErrorKind
-from app.core.model_files import ModelFiles
 from app.core.settings import AdapterSettings
 from app.engine.weights import open_shard
 from models.base import Model, ModelError
@@ -147,11 +146,6 @@ class Adapters:
             if isinstance(error, AppError):
                 raise
             raise _error(path, f"it cannot be read: {error}") from error
-
-
-def open_adapters(model: Model, files: ModelFiles, settings: Sequence[AdapterSettings]) -> Adapters:
-    """Reads the adapters of a model, if it has any. Raises AppError(MODEL_FILES)."""
-    return Adapters(model, settings, config=files.config, default=files.adapter_path)
 
 
 def read_adapter(path: Path, config: Mapping[str, Any]) -> dict[str, LoraFactors]:

@@ -17,7 +17,7 @@ from app.core.errors import AppError, ErrorKind
 from app.core.model_files import ModelFiles
 from app.core.settings import Settings
 from app.core.units import format_bytes
-from app.engine.adapters import open_adapters
+from app.engine.adapters import Adapters
 from app.engine.decode_slab import SlabPolicy
 from app.engine.device import read_device_memory
 from app.engine.distributed import DistributedGroup
@@ -32,7 +32,7 @@ from app.engine.fit import (
 )
 from app.engine.known_answers import check_model_on_gpu
 from app.engine.loop import Loop
-from app.engine.memory_policy import MemoryRules, choose_pool_limit, choose_rules
+from app.engine.memory_policy import choose_pool_limit, choose_rules
 from app.engine.memory_profile import (
     MemoryProfile,
     clear_allocator_cache,
@@ -171,7 +171,7 @@ def _load(
         for reason in apply_gpu_layout(model):
             log.warning("%s", reason)
     # they copy the modules in their final layout
-    adapters = open_adapters(model, files, settings.adapters)
+    adapters = Adapters(model, settings.adapters, config=files.config, default=files.adapter_path)
     if not getattr(model, "may_share_pass", True):
         log.info("%s: sequences are computed one by one, because its class is mlx-lm's", files.name)
     memory = _profile_memory(model, fit, files, settings)
@@ -194,14 +194,16 @@ def _load(
         exact=settings.exact,
         shift=model.shift if settings.context_shift else None,
         broadcast_tokens=local_tokens if ranks is None else ranks.broadcast_tokens,
-        rules=_choose_memory_rules(
-            model,
-            memory,
-            limits,
-            context,
+        rules=choose_rules(
+            read_device_memory(),
+            kv_budget=memory.kv_budget,
+            conversation=memory.kv_footprint(memory.max_context(context)),
             has_limit=has_limit,
             may_shrink=ranks is None,
             experimental_metal=settings.experimental_metal,
+            weight_buffers=len(list_parameters(model)),
+            running_layers=limits.max_running * memory.num_layers,
+            buffers_per_layer=memory.buffers_per_layer,
         ),
         slab_policy=SlabPolicy(layout=settings.kv_layout),
         adapters=adapters,
@@ -244,29 +246,6 @@ def _choose_limits(
         # The clocks of ranks differ, so a step always takes one round there.
         step_seconds=_STEP_SECONDS if ranks is None else None,
         decode_seconds=_DECODE_SECONDS if ranks is None and not settings.parallel else None,
-    )
-
-
-def _choose_memory_rules(
-    model: Model,
-    memory: MemoryProfile,
-    limits: SchedulerLimits,
-    context: int,
-    *,
-    has_limit: bool,
-    may_shrink: bool,
-    experimental_metal: bool,
-) -> MemoryRules:
-    return choose_rules(
-        read_device_memory(),
-        kv_budget=memory.kv_budget,
-        conversation=memory.kv_footprint(memory.max_context(context)),
-        has_limit=has_limit,
-        may_shrink=may_shrink,
-        experimental_metal=experimental_metal,
-        weight_buffers=len(list_parameters(model)),
-        running_layers=limits.max_running * memory.num_layers,
-        buffers_per_layer=memory.buffers_per_layer,
     )
 
 

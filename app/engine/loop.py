@@ -149,7 +149,7 @@ class Loop:
         features = ImageFeatureCache(image_cache_bytes)
         # None if the model cannot compute image rows
         tower = None if model.image_rules is None else architectures.get_tower(model)
-        self._budget = budget = MemoryBudget(
+        self._budget = MemoryBudget(
             memory,
             prefix,
             context=context,
@@ -162,7 +162,7 @@ class Loop:
             vision=tower is not None,
         )
         self.on_stage: Callable[[str], None] = lambda _: None
-        self._scheduler = Scheduler(prefix, budget, limits)
+        self._scheduler = Scheduler(prefix, self._budget, limits)
         self.slab = create_decode_slab(slab_policy, self._scheduler, max_rows=limits.max_running)
         self._model_runner = ModelRunner(
             model,
@@ -309,14 +309,26 @@ class Loop:
         return StepOutput(updates=self._outputs.drain(), stats=self.stats(), embed_results=embedded)
 
     def stats(self) -> EngineStats:
-        return self._counters.stats(
-            memory=mx.get_active_memory() + mx.get_cache_memory(),
+        counters = self._counters
+        return EngineStats(
+            allocated_bytes=mx.get_active_memory() + mx.get_cache_memory(),
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            embedding=self._embedder.num_jobs,
-            embedded=self._embedder.embedded_tokens,
-            evictions=self._scheduler.evictions,
+            cached_tokens=counters.cached_tokens,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
+            generated_tokens=counters.generated_tokens,
+            embedding_jobs=self._embedder.num_jobs,
+            embedded_tokens=self._embedder.embedded_tokens,
             ledger=self._scheduler.ledger(),
+            prefix_hit_counts=tuple(counters.prefix_hits),
+            prefix_miss_counts=tuple(sorted(counters.prefix_misses.items())),
+            prefix_evictions=self._scheduler.evictions,
+            preemptions=counters.preemptions,
+            failures=counters.failures,
+            steps=counters.steps,
+            images_encoded=counters.images_encoded,
+            image_cache_hits=counters.image_cache_hits,
         )
 
     def maintain_memory(self, idle_seconds: float) -> bool:

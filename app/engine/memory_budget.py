@@ -69,7 +69,7 @@ class MemoryBudget:
         self._wired.cover(memory.weights + memory.working)
         self.borrowed_bytes = 0  # for layer caches outside of sequences
         self.slab_bytes = 0  # for the slabs of decode steps, in addition to the sequences
-        self._spare_bytes = self._desired_spare_bytes = 0  # see `set_spare_memory`
+        self.spare_bytes = self._desired_spare_bytes = 0  # see `set_spare_memory`
         self._give_back_slab: Callable[[], None] = lambda: None  # sets slab_bytes to 0
         self._context = context
         self._min_kv_budget = min_kv_budget
@@ -98,13 +98,9 @@ class MemoryBudget:
             limited_by_memory=fits < context,
         )
 
-    @property
-    def spare_bytes(self) -> int:
-        return self._spare_bytes
-
     def ledger(self, running: Ids[Sequence]) -> Ledger:
         return Ledger(
-            budget=self._memory.budget + self._spare_bytes,
+            budget=self._memory.budget + self.spare_bytes,
             weights=self._memory.weights,
             kv=self._sequence_bytes(running),
             prefix=self._cached_bytes,
@@ -242,7 +238,7 @@ class MemoryBudget:
     def enforce_rules(self, running: Ids[Sequence]) -> None:
         """Evicts cached prefixes beyond their limits, and wires the memory of running sequences.
         Called in each step."""
-        if self._spare_bytes > self._desired_spare_bytes:
+        if self.spare_bytes > self._desired_spare_bytes:
             self.set_spare_memory(self._desired_spare_bytes, running)
         self._evict_cached(self._cached_bytes - self._prefix_limit)
         most = self._rules.max_cached_layers
@@ -287,14 +283,14 @@ class MemoryBudget:
         counted until the sequence ends. Returns the bytes that the engine may use now, in addition
         to its budget."""
         in_use = self._sequence_bytes(running) - self._memory.kv_budget
-        before, self._desired_spare_bytes = self._spare_bytes, num_bytes
-        self._spare_bytes = max(num_bytes, min(before, in_use))
+        before, self._desired_spare_bytes = self.spare_bytes, num_bytes
+        self.spare_bytes = max(num_bytes, min(before, in_use))
         if self._rules.prefix_limit is None:
-            self._change_prefix_limit(self._spare_bytes - before)
-        if self._spare_bytes < before:
+            self._change_prefix_limit(self.spare_bytes - before)
+        if self.spare_bytes < before:
             self._evict_until_free(0, running)
             self._device.trim()
-        return self._spare_bytes
+        return self.spare_bytes
 
     def maintain(self, running: Ids[Sequence], idle_seconds: float) -> bool:
         """Adapts to the memory pressure of the system, and unwires the memory of an idle engine.
@@ -364,7 +360,7 @@ class MemoryBudget:
         """Returns the bytes that are free if all cached prefixes are evicted, without spare
         memory."""
         kv_budget = self._memory.kv_budget
-        if not self._spare_bytes:
+        if not self.spare_bytes:
             return kv_budget - self._sequence_bytes(running)
         # Capacity beyond the reservation can only come from a prefix in spare memory.
         footprints = sum(self._memory.kv_footprint(s.reserved_positions) for s in running)

@@ -279,8 +279,10 @@ class ModelRunner:
         for sequence in members:
             sequence.num_in_flight += 1
             sequence.decoding = True
-        fields = (sampled.tokens, sampled.valid, *_logprob_arrays(sampled))
-        mx.async_eval([array for array in fields if array is not None])
+        logprobs = (sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
+        mx.async_eval(
+            [array for array in (sampled.tokens, sampled.valid, *logprobs) if array is not None]
+        )
         return pending
 
     def reset_sampler(self, sequence: Sequence) -> None:
@@ -423,10 +425,6 @@ def _batched_kv(sequences: Ids[Sequence]) -> Ids[object]:
         zip(*(sequence.kv for sequence in sequences), strict=True)
     )
     return [layer[0].make_batch(layer, positions) for layer in layers]
-
-
-def _logprob_arrays(sampled: SamplerOutput) -> tuple[mx.array | None, ...]:
-    return sampled.logprobs, sampled.top_ids, sampled.top_logprobs
 
 
 def _to_list(array: mx.array | None) -> Any:

@@ -18,9 +18,7 @@ from app.core.jobs import (
     CacheMissReason,
     Ended,
     EndReason,
-    EngineStats,
     JobUpdate,
-    Ledger,
     PixelsNeeded,
     Prefilled,
     PromptLogprobs,
@@ -43,48 +41,16 @@ class EngineCounters:
         ) = 0
         self.preemptions = self.failures = self.exceptions = self.steps = 0
         self.images_encoded = self.image_cache_hits = 0
-        self._hits = [0] * (len(PREFIX_HIT_BUCKETS) + 1)
-        self._misses: Counter[CacheMissReason] = Counter()
+        self.prefix_hits = [0] * (len(PREFIX_HIT_BUCKETS) + 1)
+        self.prefix_misses: Counter[CacheMissReason] = Counter()
 
     def record_lookup(self, length: int, cached: int, miss: CacheMiss | None) -> None:
         """Records a prefix cache lookup for a prompt of `length` tokens."""
         self.prefix_query_tokens += length
         self.cached_tokens += cached
-        self._hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
+        self.prefix_hits[bisect_left(PREFIX_HIT_BUCKETS, cached)] += 1
         if miss is not None:
-            self._misses[miss.reason] += 1
-
-    def stats(
-        self,
-        *,
-        memory: int,
-        running: int,
-        waiting: int,
-        embedding: int,
-        embedded: int,
-        evictions: int,
-        ledger: Ledger,
-    ) -> EngineStats:
-        return EngineStats(
-            allocated_bytes=memory,
-            running=running,
-            waiting=waiting,
-            cached_tokens=self.cached_tokens,
-            prefix_query_tokens=self.prefix_query_tokens,
-            prefilled_tokens=self.prefilled_tokens,
-            generated_tokens=self.generated_tokens,
-            embedding_jobs=embedding,
-            embedded_tokens=embedded,
-            ledger=ledger,
-            prefix_hit_counts=tuple(self._hits),
-            prefix_miss_counts=tuple(sorted(self._misses.items())),
-            prefix_evictions=evictions,
-            preemptions=self.preemptions,
-            failures=self.failures,
-            steps=self.steps,
-            images_encoded=self.images_encoded,
-            image_cache_hits=self.image_cache_hits,
-        )
+            self.prefix_misses[miss.reason] += 1
 
 
 log = logging.getLogger(__name__)

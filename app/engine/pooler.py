@@ -107,16 +107,12 @@ class DenseLayer:
 
 
 class EmbeddingHead:
-    """Converts pooled hidden states to embeddings. hidden_size: their width."""
+    """Converts pooled hidden states to embeddings. hidden_size: their width. size: that of an
+    embedding."""
 
     def __init__(self, hidden_size: int, layers: Sequence[DenseLayer] = ()) -> None:
         self._layers = tuple(layers)
-        self._size = layers[-1].weight.shape[0] if layers else hidden_size
-
-    @property
-    def size(self) -> int:
-        """The width of an embedding."""
-        return self._size
+        self.size = layers[-1].weight.shape[0] if layers else hidden_size
 
     def __call__(self, pooled: mx.array, dimensions: Sequence[int | None]) -> mx.array:
         """Converts pooled hidden states [B, D] to embeddings [B, size] of unit length, whose

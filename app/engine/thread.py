@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -59,48 +58,6 @@ def release_device_memory() -> None:
     kernels.trim_memory()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Submit:
-    job: Job
-    matcher: Matcher | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Embed:
-    job: EmbedJob
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ProvideImages:
-    job: str
-    images: Sequence[ImagePixels]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cancel:
-    job: str
-    keep: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Probe:
-    done: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    call: EngineCall[Any]
-    done: Callable[[Any], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stop:
-    pass
-
-
-_Command = _Submit | _Embed | _ProvideImages | _Cancel | _Probe | _Call | _Stop
-
-
 class EngineLoop(Protocol):
     """The interface of the engine loop: either a single loop, or a loop that runs in lockstep with
     other ranks. The methods are the same as in `app.engine.loop.Loop`."""
@@ -138,6 +95,19 @@ class EngineLoop(Protocol):
 
 LoadEngine = Callable[[Callable[[int, int], None]], EngineLoop]
 
+# What another thread has asked for, handled between two steps.
+_Command = Callable[[EngineLoop], None]
+
+
+class _Probe:
+    """A command without an effect on the loop. done: called when it is handled."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self.done = done
+
+    def __call__(self, loop: EngineLoop) -> None:
+        self.done()
+
 
 class EngineThread:
     """The thread of one engine.
@@ -172,33 +142,33 @@ class EngineThread:
 
     def submit(self, job: Job, matcher: Matcher | None = None) -> None:
         """Submits a job. The thread owns `matcher`, the compiled grammar of the job."""
-        self._commands.put(_Submit(job=job, matcher=matcher))
+        self._commands.put(lambda loop: loop.submit(job, matcher))
 
     def embed(self, job: EmbedJob) -> None:
-        self._commands.put(_Embed(job=job))
+        self._commands.put(lambda loop: loop.embed(job))
 
     def provide_images(self, job: str, images: Sequence[ImagePixels]) -> None:
         """Provides pixels that a job has requested, which may have ended."""
-        self._commands.put(_ProvideImages(job=job, images=images))
+        self._commands.put(lambda loop: loop.provide_images(job, images))
 
     def cancel(self, job: str, *, keep: int | None = None) -> None:
-        self._commands.put(_Cancel(job=job, keep=keep))
+        self._commands.put(lambda loop: loop.cancel(job, keep=keep))
 
     def probe(self, done: Callable[[], None]) -> None:
         """Calls `done` on the thread when it handles this command, which shows that the thread is
         responsive and would accept a job."""
-        self._commands.put(_Probe(done=done))
+        self._commands.put(_Probe(done))
 
     def call(
         self, call: EngineCall[CallResult], done: Callable[[CallResult | AppError], None]
     ) -> None:
         """Handles a call between two steps. Calls `done` on the thread with the reply, or with the
         AppError that the call has raised, after changed statistics or capacities were posted."""
-        self._commands.put(_Call(call=call, done=done))
+        self._commands.put(lambda loop: self._handle_call(call, done, loop))
 
     def stop(self) -> None:
         """Asks the thread to end. It ends between two steps."""
-        self._commands.put(_Stop())
+        self._commands.put(self._end)
 
     def join(self, timeout: float) -> bool:
         """Waits for up to `timeout` seconds, and returns whether the thread has ended."""
@@ -256,9 +226,9 @@ class EngineThread:
             self._set_heartbeat(IDLE)
             command = self._wait_for_command(loop)
             self._set_heartbeat("handling commands")
-            self._handle_command(command, loop)
+            command(loop)
         while not self._commands.empty():
-            self._handle_command(self._commands.get(), loop)
+            self._commands.get()(loop)
 
     def _wait_for_command(self, loop: EngineLoop) -> _Command:
         """Waits for a command, and maintains the memory of the idle loop in the meantime. A probe
@@ -277,34 +247,22 @@ class EngineThread:
                     return command
                 command.done()
 
-    def _handle_command(self, command: _Command, loop: EngineLoop) -> None:
-        match command:
-            case _Submit():
-                loop.submit(command.job, command.matcher)
-            case _Embed():
-                loop.embed(command.job)
-            case _ProvideImages():
-                loop.provide_images(command.job, command.images)
-            case _Cancel():
-                loop.cancel(command.job, keep=command.keep)
-            case _Probe():
-                command.done()
-            case _Call():
-                self._handle_call(command, loop)
-            case _Stop():
-                self._stopping = True
+    def _end(self, loop: EngineLoop) -> None:
+        self._stopping = True
 
-    def _handle_call(self, command: _Call, loop: EngineLoop) -> None:
+    def _handle_call(
+        self, call: EngineCall[Any], done: Callable[[Any], None], loop: EngineLoop
+    ) -> None:
         capacity, stats = loop.capacity, loop.stats()
         try:
-            reply = loop.call(command.call)
+            reply = loop.call(call)
         except AppError as error:
             reply = error
         if loop.capacity != capacity:
             self._post(EngineReady(stats=loop.stats(), capacity=loop.capacity))
         elif loop.stats() != stats:
             self._post(StepOutput(updates=(), stats=loop.stats()))
-        command.done(reply)
+        done(reply)
 
 
 def format_exception(error: BaseException) -> str:

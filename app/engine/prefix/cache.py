@@ -221,6 +221,23 @@ def usable_length(length: int, alignment: int, atomic: Sequence[tuple[int, int]]
         length = inside
 
 
+def list_stored_lengths(
+    kv: Sequence[LayerKV], length: int, keep: int, alignment: int
+) -> Sequence[int]:
+    """Returns the prefix lengths to store when a lease ends, the preferred one first. If a layer
+    cannot be trimmed to it, all tokens are stored, because the longer entry is also valid.
+
+    length: the number of tokens in the caches. keep: the number of tokens to keep.
+    """
+    # The offsets of the layers may differ after a failed step, so only positions that exist in all
+    # layers are used.
+    offset = min((layer.offset for layer in kv), default=0)
+    offset = min(offset, length)
+    kept = min(offset, keep)
+    lengths = (kept, offset) if alignment == 1 else (kept - kept % alignment,)
+    return [length for length in lengths if length > 0]
+
+
 def explain_miss(*, shared: int, usable: int, cached: int, cached_ids: Sequence[int]) -> CacheMiss:
     """Returns the reason for a miss.
 

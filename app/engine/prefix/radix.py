@@ -21,7 +21,14 @@ from itertools import compress, groupby
 from typing import Generic
 
 from app.core.jobs import CacheMiss, PrefixSnapshot
-from app.engine.prefix.cache import Layer, PrefixCacheConfig, explain_miss, usable_length
+from app.engine.prefix.cache import (
+    Layer,
+    PrefixCacheConfig,
+    can_trim_to,
+    explain_miss,
+    list_stored_lengths,
+    usable_length,
+)
 from app.engine.prefix.radix_tree import (
     KVStore,
     LayerEvaluation,
@@ -245,6 +252,8 @@ class RadixPrefixCache(Generic[Layer]):
     max_bytes: the maximum number of bytes to keep; None leaves eviction to the caller.
     """
 
+    shares_live = True
+
     def __init__(
         self,
         make_kv: Callable[[], Sequence[Layer]],
@@ -266,7 +275,7 @@ class RadixPrefixCache(Generic[Layer]):
         self._indivisible = [not divisible for divisible in self._divisible]
         evaluation = LayerEvaluation(wait=evaluate, dispatch=dispatch or evaluate)
         self._tree = RadixTree[Layer](evaluation, needs_checkpoints=any(self._indivisible))
-        self._evictions = 0
+        self.evictions = 0
 
     def begin(
         self,
@@ -318,10 +327,6 @@ class RadixPrefixCache(Generic[Layer]):
         return self._tree.needs_checkpoints
 
     @property
-    def shares_live(self) -> bool:
-        return True
-
-    @property
     def nbytes(self) -> int:
         return self._tree.nbytes
 
@@ -329,13 +334,9 @@ class RadixPrefixCache(Generic[Layer]):
     def num_layers(self) -> int:
         return self._tree.num_layers
 
-    @property
-    def evictions(self) -> int:
-        return self._evictions
-
     def evict(self, num_bytes: int) -> int:
         before = self.nbytes
-        self._evictions += self._tree.evict(num_bytes)
+        self.evictions += self._tree.evict(num_bytes)
         return before - self.nbytes
 
     def clear(self) -> None:
@@ -393,18 +394,11 @@ class RadixPrefixCache(Generic[Layer]):
         self, store: KVStore[Layer], kv: Sequence[Layer], ids: Sequence[int], *, keep: int
     ) -> None:
         """Inserts the tokens to keep, and stores the state of the indivisible layers."""
-        # The offsets of the layers may differ after a failed step, so only positions that exist in
-        # all layers are used.
-        offset = min(min((layer.offset for layer in kv), default=0), len(ids))
         # Tokens that other sequences may already have used are kept.
-        tree_end = max((node.end for node in store.nodes), default=0)
-        target = self._align_down(min(offset, max(keep, tree_end)))
-        # If a layer cannot be trimmed to the requested length, all tokens are stored. The longer
-        # entry is also valid.
-        lengths = (target, offset) if self._alignment == 1 else (target,)
+        keep = max(keep, *(node.end for node in store.nodes), 0)
         state = tuple(compress(kv, self._indivisible))
-        for length in lengths:
-            if length > 0 and all(layer.can_trim(layer.offset - length) for layer in state):
+        for length in list_stored_lengths(kv, len(ids), keep, self._alignment):
+            if can_trim_to(state, length):
                 path = self._tree.insert(tuple(ids[:length]), store)
                 if state:
                     self._checkpoint(self._tree.split_at(path, length), state)

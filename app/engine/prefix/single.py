@@ -20,6 +20,7 @@ from app.engine.prefix.cache import (
     can_trim_to,
     common_prefix_length,
     explain_miss,
+    list_stored_lengths,
     trim_to,
     usable_length,
 )
@@ -40,12 +41,14 @@ class SinglePrefixCache(Generic[Layer]):
     alignment: prefix lengths are multiples of this number of tokens (see `--exact`).
     """
 
+    needs_checkpoints = shares_live = False
+
     def __init__(self, make_kv: Callable[[], Sequence[Layer]], *, alignment: int = 1) -> None:
         assert alignment > 0
         self._make_kv = make_kv
         self._alignment = alignment
         self._entry: _Entry[Layer] | None = None
-        self._evictions = 0
+        self.evictions = 0
 
     def begin(
         self,
@@ -97,14 +100,6 @@ class SinglePrefixCache(Generic[Layer]):
         return self.nbytes
 
     @property
-    def needs_checkpoints(self) -> bool:
-        return False
-
-    @property
-    def shares_live(self) -> bool:
-        return False
-
-    @property
     def nbytes(self) -> int:
         return 0 if self._entry is None else sum(layer.nbytes for layer in self._entry.kv)
 
@@ -112,17 +107,13 @@ class SinglePrefixCache(Generic[Layer]):
     def num_layers(self) -> int:
         return 0 if self._entry is None else len(self._entry.kv)
 
-    @property
-    def evictions(self) -> int:
-        return self._evictions
-
     def evict(self, num_bytes: int) -> int:
         """Evicts the whole entry, and returns the number of freed bytes."""
         freed = self.nbytes
         if num_bytes <= 0 or self._entry is None:
             return 0
         self._entry = None
-        self._evictions += 1
+        self.evictions += 1
         return freed
 
     def clear(self) -> None:
@@ -146,15 +137,8 @@ class SinglePrefixCache(Generic[Layer]):
 
     def store_prefix(self, ids: Sequence[int], kv: Sequence[Layer], *, keep: int) -> None:
         """Replaces the entry. Called when a lease ends."""
-        # The offsets of the layers may differ after a failed step, so only positions that exist in
-        # all layers are used.
-        offset = min(min((layer.offset for layer in kv), default=0), len(ids))
-        target = self._align_down(min(offset, keep))
-        # If a layer cannot be trimmed to the requested length, all tokens are stored. The longer
-        # entry is also valid.
-        lengths = (target, offset) if self._alignment == 1 else (target,)
-        for length in lengths:
-            if length > 0 and can_trim_to(kv, length):
+        for length in list_stored_lengths(kv, len(ids), keep, self._alignment):
+            if can_trim_to(kv, length):
                 trim_to(kv, length)
                 self._entry = _Entry(ids=tuple(ids[:length]), kv=kv, stored_at=time.time())
                 return

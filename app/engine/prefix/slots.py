@@ -28,6 +28,7 @@ from app.engine.prefix.cache import (
     can_trim_to,
     common_prefix_length,
     explain_miss,
+    list_stored_lengths,
     trim_to,
     usable_length,
 )
@@ -70,6 +71,8 @@ class SlotPrefixCache(Generic[Layer]):
     alignment: prefix lengths are multiples of this number of tokens (see `--exact`).
     """
 
+    needs_checkpoints = False
+
     def __init__(
         self,
         make_kv: Callable[[], Sequence[Layer]],
@@ -84,11 +87,11 @@ class SlotPrefixCache(Generic[Layer]):
         self.context = context
         self._make_kv = make_kv
         self._slots = [_Slot[Layer]() for _ in range(slots)]
-        self._multi_user = multi_user
+        self.shares_live = multi_user
         self._evaluate = evaluate
         self._alignment = alignment
         self._uses = 0
-        self._evictions = 0
+        self.evictions = 0
 
     def begin(
         self,
@@ -133,24 +136,12 @@ class SlotPrefixCache(Generic[Layer]):
         return self._choose_slot(self._shared_lengths(tuple(ids)))[0].nbytes
 
     @property
-    def needs_checkpoints(self) -> bool:
-        return False
-
-    @property
-    def shares_live(self) -> bool:
-        return self._multi_user
-
-    @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._idle())
 
     @property
     def num_layers(self) -> int:
         return sum(len(slot.kv) for slot in self._idle())
-
-    @property
-    def evictions(self) -> int:
-        return self._evictions
 
     def evict(self, num_bytes: int) -> int:
         freed = 0
@@ -210,15 +201,9 @@ class SlotPrefixCache(Generic[Layer]):
         keep: the number of tokens to store.
         shareable: the number of stored tokens that other prompts may reuse.
         """
-        # The offsets of the layers may differ after a failed step, so only positions that exist in
-        # all layers are used.
-        offset = min(min((layer.offset for layer in slot.kv), default=0), len(ids))
-        target = self._align_down(min(offset, keep, shareable))
-        # If a layer cannot be trimmed to the requested length, all tokens are stored. The longer
-        # entry is also valid.
-        lengths = (target, offset) if self._alignment == 1 and offset <= shareable else (target,)
-        for length in lengths:
-            if length > 0 and can_trim_to(slot.kv, length):
+        keep = min(keep, shareable)
+        for length in list_stored_lengths(slot.kv, len(ids), keep, self._alignment):
+            if length <= shareable and can_trim_to(slot.kv, length):
                 trim_to(slot.kv, length)
                 slot.ids, slot.in_use = tuple(ids[:length]), False
                 self._copy_states(slot)
@@ -243,7 +228,7 @@ class SlotPrefixCache(Generic[Layer]):
         position."""
         idle = self._idle()
         assert idle, "there are more sequences than slots"
-        if not self._multi_user:
+        if not self.shares_live:
             # Also used if no prefix is shared, so that the memory of this slot is reused.
             slot = max(idle, key=shared.__getitem__)
             return slot, slot
@@ -315,7 +300,7 @@ class SlotPrefixCache(Generic[Layer]):
         )
 
     def _evict(self, slot: _Slot[Layer]) -> None:
-        self._evictions += bool(slot.ids)
+        self.evictions += bool(slot.ids)
         slot.clear()
 
     def _idle(self) -> list[_Slot[Layer]]:
