@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from models import base, kernels
-from models.base import Model, ModelError
+from models.base import Model, ModelError, dtype_name
 from models.checkpoint_config import (
     WHOLE_MODEL_TYPES,
     architecture_name,
@@ -241,7 +241,7 @@ def _dtype_kind(array: mx.array) -> str:
     """Returns the type for the comparison. All floating point types are equivalent."""
     if mx.issubdtype(array.dtype, mx.floating):
         return "floating point"
-    return str(array.dtype).removeprefix("mlx.core.")
+    return dtype_name(array.dtype)
 
 
 def _format_tensor_names(verb: str, names: Iterable[str]) -> list[str]:

@@ -33,6 +33,11 @@ def select_last(hidden: mx.array) -> mx.array:
     return hidden[:, -1:]
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Returns the name without MLX's prefix, such as `bfloat16`."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 class ModelError(ValueError):
     """The checkpoint cannot be loaded as a model. The message gives the reason."""
 

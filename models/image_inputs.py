@@ -27,12 +27,6 @@ class ImageRules:
     positions: Literal["ordinary", "mrope"] = "ordinary"
     atomic: bool = False
 
-    @property
-    def can_shift(self) -> bool:
-        """Whether positions may be removed from a sequence with images (`models.base.Model.shift`),
-        without cutting an image."""
-        return self.positions == "ordinary"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageInputs:

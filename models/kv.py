@@ -210,10 +210,12 @@ class KVBuffers(ABC):
     def map_slots(self) -> SlotMapping:
         """Returns the slots of the cached positions, without new ones."""
 
-    @abstractmethod
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Appends keys and values [B, H, L, D]. Returns all keys and values that the L queries may
         attend to, in the type of `keys`, as they are stored."""
+        slot = self.allocate_slots(keys, values).write_slot
+        self.write(slice(slot, slot + keys.shape[2]), keys, values)
+        return self.read_all(keys.dtype)
 
     @abstractmethod
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
@@ -369,12 +371,6 @@ class KVCache(KVBuffers):
         return SlotMapping(
             write_slot=self.offset, length=self.offset, head_slot=0, first_position=0, window=0
         )
-
-    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends keys and values [B, H, L, D]. Returns all keys and values."""
-        place = self.allocate_slots(keys, values)
-        self.write(slice(place.write_slot, self.offset), keys, values)
-        return self.read_all(keys.dtype)
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         slot, self.offset = self.offset, self.offset + keys.shape[2]

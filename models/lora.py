@@ -45,10 +45,6 @@ class LoraFactors:
     b: mx.array
     scale: float
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
 
 # The factors by the name of the layer.
 LoraWeights = Mapping[str, LoraFactors]
@@ -66,18 +62,24 @@ def read_lora_weights(
     for name, array in tensors.items():
         match = pattern.fullmatch(name)
         if match is None:
-            raise ModelError(
-                f"the adapter has the tensor {name}, which is not a factor of a linear layer: only "
-                "LoRA of linear layers is supported"
-            )
+            raise foreign_tensor_error(name)
         layer, half = strip_text_prefix(match[1]), match[2].lower()
         halves.setdefault(layer, {})[half] = array if peft else array.T
     if not halves:
         raise ModelError("the adapter has no tensors")
-    return {
-        layer: _pair_factors(layer, both, config, peft=peft)
-        for layer, both in sorted(halves.items())
-    }
+    found: dict[str, LoraFactors] = {}
+    for layer, both in sorted(halves.items()):
+        a, b = pair_factors(layer, both)
+        scale = _find_scale(layer, a.shape[0], config, peft=peft)
+        found[layer] = LoraFactors(a=a, b=b, scale=scale)
+    return found
+
+
+def foreign_tensor_error(name: str) -> ModelError:
+    return ModelError(
+        f"the adapter has the tensor {name}, which is not a factor of a linear layer: only LoRA of "
+        "linear layers is supported"
+    )
 
 
 def _check_supported(config: Mapping[str, Any], *, peft: bool) -> None:
@@ -90,9 +92,9 @@ def _check_supported(config: Mapping[str, Any], *, peft: bool) -> None:
             raise ModelError(f"adapter_config.json: {key} = {value!r} is not supported")
 
 
-def _pair_factors(
-    layer: str, both: Mapping[str, mx.array], config: Mapping[str, Any], *, peft: bool
-) -> LoraFactors:
+def pair_factors(layer: str, both: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
+    """Returns the factors a and b of a layer. Raises ModelError if one is missing, or if their
+    shapes do not match."""
     a, b = both.get("a"), both.get("b")
     if a is None or b is None:
         raise ModelError(f"the adapter has only one factor of {layer}")
@@ -101,7 +103,7 @@ def _pair_factors(
             f"the factors of {layer} have the shapes {list(a.shape)} and {list(b.shape)}, which do "
             "not match"
         )
-    return LoraFactors(a=a, b=b, scale=_find_scale(layer, a.shape[0], config, peft=peft))
+    return a, b
 
 
 def _find_scale(layer: str, rank: int, config: Mapping[str, Any], *, peft: bool) -> float:

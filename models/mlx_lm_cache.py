@@ -24,7 +24,7 @@ from models.batch_cache import BatchKVCache
 from models.checkpoint_config import DEFAULT_QUERY_HEADS
 from models.kv import KVBuffers, KVCache, LayerCache, set_kv_dtype
 from models.recurrent import RecurrentCache
-from models.rotating_kv import RotatingKVCache
+from models.rotating_kv import RotatingKVCache, window_mask
 from models.sdpa import Mask
 
 # An operation of MLX that no class of mlx-lm uses.
@@ -139,6 +139,9 @@ class _MlxLmKVMixin(KVBuffers):
         self.trait = other.trait
         return self
 
+    def make_batch(self, rows: Sequence[Any], positions: mx.array) -> "MlxLmBatchKV":
+        return MlxLmBatchKV(rows, positions)
+
     @property
     def keys(self) -> mx.array | None:
         return self._keys
@@ -158,19 +161,16 @@ class _MlxLmKVMixin(KVBuffers):
         self._values = values
 
 
-class MlxLmKVCache(_MlxLmKVMixin, KVCache):
+class MlxLmKVCache(_MlxLmKVMixin, KVCache):  # pyright: ignore[reportIncompatibleMethodOverride]
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
         if window_size is not None or (return_array and length > 1):
-            return _window_mask(self.offset, length, window_size)
+            return window_mask(self.offset, length, window_size)
         return self.mask(length)
 
     def slice(self, start: int, end: int) -> Self:
         return super().slice(start, end)._adopt(self)
-
-    def make_batch(self, rows: Sequence[Any], positions: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return MlxLmBatchKV(rows, positions)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._keys is not None
@@ -178,7 +178,7 @@ class MlxLmKVCache(_MlxLmKVMixin, KVCache):
         return self._keys[..., : self.offset, :], self._values[..., : self.offset, :]
 
 
-class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
+class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):  # pyright: ignore[reportIncompatibleMethodOverride]
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
@@ -191,25 +191,18 @@ class MlxLmRotatingKVCache(_MlxLmKVMixin, RotatingKVCache):
                 "supported"
             )
         if return_array and length > 1:
-            return _window_mask(min(self._length, self.window - 1), length, self.window)
+            return window_mask(min(self._length, self.window - 1), length, self.window)
         if self.trait.attends or self.trait.calls is not None:
             return None if length == 1 else "causal"  # `attend` makes the mask
         return self.mask(length)
-
-    def make_batch(self, rows: Sequence[Any], positions: mx.array) -> "MlxLmBatchKV":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return MlxLmBatchKV(rows, positions)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         assert self._keys is not None
         assert self._values is not None
         return self._keys[..., : self._length, :], self._values[..., : self._length, :]
 
-    def copy(self) -> "MlxLmRotatingKVCache":
-        plain, twin = super().copy(), MlxLmRotatingKVCache(self.window)
-        twin.dtype = plain.dtype
-        twin.offset, twin._length, twin._head = plain.offset, plain._length, plain._head
-        twin._keys, twin._values = plain._keys, plain._values
-        return twin._adopt(self)
+    def copy(self) -> Self:
+        return super().copy()._adopt(self)
 
 
 class MlxLmChunkedKVCache(MlxLmKVCache):
@@ -497,12 +490,3 @@ def _to_mlx_lm(cache: LayerCache, library: Any) -> Any:
     for slot in range(cache.slots):
         given[slot] = cache[slot]
     return given
-
-
-def _window_mask(past_length: int, length: int, window: int | None) -> mx.array:
-    """Returns a mask [length, past_length + length], for keys that begin `past_length` positions
-    before the queries."""
-    queries = mx.arange(past_length, past_length + length)[:, None]
-    keys = mx.arange(past_length + length)[None]
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)

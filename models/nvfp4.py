@@ -12,7 +12,7 @@ MLX's quantized matmul does not support g for plain layers, and supports it for 
 GPU. g is a common factor, so the result of the product is scaled instead.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,14 +23,6 @@ from models.experts import ExpertLinear, QuantizedExpertLinear
 MAX_NVFP4 = 6.0 * 448.0
 
 _GROUP, _BITS, _MODE = 16, 4, "nvfp4"
-
-
-class GloballyScaled(Protocol):
-    """A quantized layer with a parameter `global_scale`."""
-
-    def reshape_scale(self, scale: mx.array) -> mx.array:
-        """Reshapes a checkpoint's global scale to the shape of the layer, if possible."""
-        ...
 
 
 class Nvfp4Linear(nn.QuantizedLinear):
@@ -116,8 +108,8 @@ class Nvfp4ExpertLinear(QuantizedExpertLinear):
 
 
 def make_nvfp4_layer(path: str, layer: nn.Module, mode: str) -> Any:
-    """Returns the `GloballyScaled` counterpart of a plain layer. Raises ModelError if there is
-    none."""
+    """Returns the counterpart of a plain layer, with a parameter `global_scale`, and a method
+    `reshape_scale` for that of a checkpoint. Raises ModelError if there is none."""
     if mode != _MODE:
         raise ModelError(f"{path} has a global scale, which {mode} weights do not have")
     match layer:

@@ -33,7 +33,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from models.base import ModelError
+from models.base import ModelError, dtype_name
 from models.nvfp4 import MAX_NVFP4
 from models.published_config import PACKED_BITS, PublishedConfig, read_published_config
 
@@ -125,7 +125,7 @@ class _Module:
         """Returns a matrix of words of 32 bits. Raises ModelError for another type."""
         array = self.get(part)
         if array.dtype not in (mx.int32, mx.uint32):
-            raise self.error(part, f"is {_name(array.dtype)}, but must be int32")
+            raise self.error(part, f"is {dtype_name(array.dtype)}, but must be int32")
         return array
 
     def error(self, part: str, problem: str) -> ModelError:
@@ -413,11 +413,7 @@ def _widen(module: _Module, weight: mx.array, dtype: mx.Dtype | None = None) -> 
     the model."""
     if dtype is None or dtype == mx.float32:
         dtype = mx.float16 if module.settings.dtype == "float16" else mx.bfloat16
-    return {"weight": weight.astype(dtype)}, _name(dtype)
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+    return {"weight": weight.astype(dtype)}, dtype_name(dtype)
 
 
 def _unpack(words: mx.array, bits: int) -> mx.array:
@@ -486,7 +482,7 @@ def _convert_fp8(module: _Module) -> _Result:
     part = next(name for name in _SCALES if name in module.parts)
     scales = module.parts[part]
     if weight.ndim < 2 or weight.dtype != mx.uint8:
-        raise module.error("weight", f"has fp8 scales, but is {_name(weight.dtype)}")
+        raise module.error("weight", f"has fp8 scales, but is {dtype_name(weight.dtype)}")
     if scales.size == 1:
         scales = scales.reshape((1,) * weight.ndim)
     elif scales.ndim == weight.ndim - 1:

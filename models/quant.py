@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from models.base import ModelError
+from models.base import ModelError, dtype_name
 from models.checkpoint_config import find_unsupported_method
 from models.nvfp4 import make_nvfp4_layer
 
@@ -78,7 +78,7 @@ def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Pac
         raise ModelError(f"the checkpoint has {path}.scales, but no {path}.weight")
     if weight.dtype != mx.uint32:
         raise ModelError(
-            f"{path}.weight has scales, but is {_dtype_name(weight.dtype)} and not packed "
+            f"{path}.weight has scales, but is {dtype_name(weight.dtype)} and not packed "
             "into uint32 words"
         )
     num_words, groups = weight.shape[-1], scales.shape[-1] if scales.ndim else 0
@@ -90,7 +90,7 @@ def infer_packing(path: str, width: int, weights: Mapping[str, mx.array]) -> Pac
     if mode is None or bits % 1 or group % 1:
         raise ModelError(
             f"{path}.weight has a packing that MLX does not support: rows of {width} inputs in "
-            f"{num_words} words with {groups} scales ({_dtype_name(scales.dtype)}) correspond to "
+            f"{num_words} words with {groups} scales ({dtype_name(scales.dtype)}) correspond to "
             f"{bits:g} bits in groups of {group:g}"
         )
     return Packing(group_size=int(group), bits=int(bits), mode=mode)
@@ -131,7 +131,3 @@ def replace_leaves(model: nn.Module, replace: Callable[[str, Any], Any]) -> None
     is_leaf: Any = nn.Module.is_module
     leaves: Any = tree_map_with_path(replace, model.leaf_modules(), is_leaf=is_leaf)
     model.update_modules(leaves)
-
-
-def _dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

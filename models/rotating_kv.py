@@ -6,7 +6,7 @@ models/kv.py.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import mlx.core as mx
 
@@ -14,6 +14,15 @@ from models.batch_cache import BatchKVCache
 from models.kernels.in_place_attention import SlotMapping
 from models.kv import KVBuffers, grow_buffer, round_up_to_step
 from models.sdpa import Mask
+
+
+def window_mask(earlier: int, length: int, window: int | None) -> mx.array:
+    """Returns a mask [length, earlier + length] of queries over their keys and `earlier` ones.
+    window: the number of positions that a query attends to; None for all."""
+    queries = mx.arange(earlier, earlier + length)[:, None]
+    keys = mx.arange(earlier + length)[None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
 
 
 class RotatingKVCache(KVBuffers):
@@ -52,9 +61,7 @@ class RotatingKVCache(KVBuffers):
         """Returns the mask of `length` queries over their keys and `earlier` ones."""
         if earlier + length <= self.window:
             return None if length == 1 else "causal"
-        queries = mx.arange(earlier, earlier + length)[:, None]
-        keys = mx.arange(earlier + length)[None]
-        return (keys <= queries) & (keys > queries - self.window)
+        return window_mask(earlier, length, self.window)
 
     def read_all(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         return self.read(self._length, dtype)
@@ -67,14 +74,6 @@ class RotatingKVCache(KVBuffers):
             first_position=self.offset - self._length,
             window=self.window,
         )
-
-    def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends keys and values [B, H, L, D]. Returns all keys and values that the L queries may
-        attend to."""
-        count = keys.shape[2]
-        slot = self.allocate_slots(keys, values).write_slot
-        self.write(slice(slot, slot + count), keys, values)
-        return self.read_all(keys.dtype)
 
     def allocate_slots(self, keys: mx.array, values: mx.array) -> SlotMapping:
         count = keys.shape[2]
@@ -106,8 +105,8 @@ class RotatingKVCache(KVBuffers):
         self._length -= count
         self.offset -= count
 
-    def copy(self) -> "RotatingKVCache":
-        twin = RotatingKVCache(self.window)
+    def copy(self) -> Self:
+        twin = type(self)(self.window)
         twin.dtype = self.dtype
         twin.offset, twin._length, twin._head = self.offset, self._length, self._head
         if self._keys is not None and self._values is not None and self._length:

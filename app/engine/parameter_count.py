@@ -15,6 +15,7 @@ import mlx.nn as nn
 from app.core.model_files import ModelFiles
 from app.engine.weights import open_model
 from models import architectures
+from models.base import dtype_name
 from models.gguf.ggml_types import GGML_TYPES
 from models.gguf.layers import GgufLayer
 from models.published_formats import Conversion
@@ -80,7 +81,7 @@ def _count_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
         if name == "weight" and isinstance(module, GgufLayer):
             continue
         if packed is None or name not in ("weight", *_QUANTIZATION_ARRAYS):
-            yield str(array.dtype).removeprefix("mlx.core."), array.size, array.nbytes
+            yield dtype_name(array.dtype), array.size, array.nbytes
         elif name == "weight":
             mode = getattr(packed, "mode", "affine")
             kind = f"{packed.bits}-bit {mode}"

@@ -27,7 +27,7 @@ import mlx.core as mx
 
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ActivationBits, ActivationPrecision, KVPrecision
-from models.base import Model
+from models.base import Model, dtype_name
 from models.kv import LARGEST_FLOAT16, KVBuffers, LayerCache
 from models.mlx_lm_cache import MlxLmLayerCache
 
@@ -99,7 +99,7 @@ def find_precision(layers: Sequence[LayerCache]) -> str | None:
     """Returns the type of the keys and values in caches with at least one position, such as
     "bfloat16"; None for a model without attention."""
     for cache in _list_buffers(layers):
-        return str(cache.precision).removeprefix("mlx.core.")
+        return None if cache.precision is None else dtype_name(cache.precision)
     return None
 
 

@@ -9,7 +9,7 @@ config of the same model on the hub, so that each architecture is implemented on
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,7 +235,7 @@ class Architecture:
 
 def find_architecture(metadata: Metadata) -> Architecture:
     """Raises GGUFError for an unsupported architecture."""
-    found = _ARCHITECTURES.get(metadata.architecture)
+    found = ARCHITECTURES.get(metadata.architecture)
     if found is None:
         raise UnsupportedArchitectureError(metadata)
     return found
@@ -247,7 +247,7 @@ class UnsupportedArchitectureError(UnsupportedError):
     def __init__(self, metadata: Metadata) -> None:
         super().__init__(
             f"{metadata.file.path}: GGUF models of the architecture {metadata.architecture!r} are "
-            f"not supported; supported architectures: {', '.join(sorted(_ARCHITECTURES))}"
+            f"not supported; supported architectures: {', '.join(sorted(ARCHITECTURES))}"
         )
         self.architecture = metadata.architecture
 
@@ -997,7 +997,7 @@ def _read_nomic_bert(metadata: Metadata) -> Config:
     }
 
 
-_ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(read_config=_read_llama, names=_EXPERT_NAMES, rotates_pairs=True),
     "mistral3": Architecture(read_config=_read_mistral3, rotates_pairs=True),
     "smollm3": Architecture(read_config=_plain("smollm3"), rotates_pairs=True),
@@ -1102,8 +1102,3 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         layers="layers",
     ),
 }
-
-
-def list_architectures() -> Iterable[str]:
-    """Returns llama.cpp's names of the supported architectures."""
-    return sorted(_ARCHITECTURES)

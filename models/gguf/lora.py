@@ -17,7 +17,7 @@ from models.gguf.architectures import find_architecture, rename_tensor
 from models.gguf.metadata import Metadata
 from models.gguf.reader import GGUFError, GGUFFile
 from models.gguf.weights import ROTATED, UnreadTensors, split_rotated_pairs, to_floats
-from models.lora import LoraFactors
+from models.lora import LoraFactors, foreign_tensor_error, pair_factors
 
 _ALPHA = "adapter.lora.alpha"
 _HALVES = ("a", "b")
@@ -38,17 +38,18 @@ def read_lora_weights(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Lo
         base, _, half = name.rpartition(".lora_")
         target = rename_tensor(base, architecture) if half in _HALVES else None
         if target is None or not target.endswith(".weight"):
-            raise ModelError(
-                f"the adapter has the tensor {name}, which is not a factor of a linear layer: only "
-                "LoRA of linear layers is supported"
-            )
+            raise foreign_tensor_error(name)
         if _REORDERED in target or len(tensor.shape) != 2:
             raise ModelError(f"the adapter changes {base}, which is not supported in a GGUF file")
         array = to_floats(unread.add(tensor), tensor.type)
         if half == "b" and architecture.rotates_pairs and target.endswith(ROTATED):
             array = split_rotated_pairs(target, array, _count_heads(config, target))
         halves.setdefault(target.removesuffix(".weight"), {})[half] = array
-    found = {layer: _pair(layer, both, alpha) for layer, both in sorted(halves.items())}
+    found: dict[str, LoraFactors] = {}
+    for layer, both in sorted(halves.items()):
+        a, b = pair_factors(layer, both)
+        # llama.cpp treats an alpha of 0 as "not given"
+        found[layer] = LoraFactors(a=a, b=b, scale=alpha / a.shape[0] if alpha else 1.0)
     unread.read()
     return found
 
@@ -66,16 +67,3 @@ def _read_alpha(file: GGUFFile) -> float:
 def _count_heads(config: Mapping[str, Any], target: str) -> int:
     heads = config["num_attention_heads"]
     return heads if ".q_proj." in target else config.get("num_key_value_heads") or heads
-
-
-def _pair(layer: str, both: Mapping[str, mx.array], alpha: float) -> LoraFactors:
-    a, b = both.get("a"), both.get("b")
-    if a is None or b is None:
-        raise ModelError(f"the adapter has only one factor of {layer}")
-    if a.shape[0] != b.shape[1]:
-        raise ModelError(
-            f"the factors of {layer} have the shapes {list(a.shape)} and {list(b.shape)}, which do "
-            "not match"
-        )
-    # llama.cpp treats an alpha of 0 as "not given"
-    return LoraFactors(a=a, b=b, scale=alpha / a.shape[0] if alpha else 1.0)

@@ -9,7 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from models.gguf.layers import GgufEmbedding, GgufExpertLinear, GgufLayer, GgufLinear
-from models.kernels.layers import KernelLayer, KernelLayerTable
+from models.kernels.layers import (
+    KernelExperts,
+    KernelLayer,
+    KernelLayerTable,
+    KernelMatrix,
+    KernelTable,
+)
 
 
 class KernelGgufLayer(KernelLayer, GgufLayer):
@@ -22,26 +28,16 @@ class KernelGgufLayer(KernelLayer, GgufLayer):
         return self.matmul.dequantize_rows(mx.arange(self.outputs))
 
 
-class KernelGgufLinear(KernelGgufLayer, GgufLinear):
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.matmul(x)
+class KernelGgufLinear(KernelGgufLayer, KernelMatrix, GgufLinear):
+    pass
 
 
-class KernelGgufEmbedding(KernelGgufLayer, GgufEmbedding):
-    def __call__(self, ids: mx.array) -> mx.array:
-        return self.matmul.dequantize_rows(ids)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self.matmul(x)
+class KernelGgufEmbedding(KernelGgufLayer, KernelTable, GgufEmbedding):
+    pass
 
 
-class KernelGgufExpertLinear(KernelGgufLayer, GgufExpertLinear):
-    prefers_sorted = False
-
-    def __call__(
-        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
-    ) -> mx.array:
-        return self.matmul.gather(x, expert_ids)
+class KernelGgufExpertLinear(KernelGgufLayer, KernelExperts, GgufExpertLinear):
+    pass
 
 
 BLOCK_KERNEL_LAYERS: KernelLayerTable = {

@@ -78,17 +78,24 @@ class KernelLayer(nn.Module):
         self._activations, self._matmul = bits, None
 
 
-class KernelLinear(KernelLayer, nn.Linear):
+class KernelMatrix(KernelLayer):
+    """The common part of linear layers."""
+
     def __call__(self, x: mx.array) -> mx.array:
         return self.matmul(x)
 
 
-class KernelQuantizedLinear(KernelLayer, nn.QuantizedLinear):
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.matmul(x)
+class KernelLinear(KernelMatrix, nn.Linear):
+    pass
 
 
-class KernelEmbedding(KernelLayer, nn.Embedding):
+class KernelQuantizedLinear(KernelMatrix, nn.QuantizedLinear):
+    pass
+
+
+class KernelTable(KernelLayer):
+    """The common part of embeddings."""
+
     def __call__(self, x: mx.array) -> mx.array:
         return self.matmul.dequantize_rows(x)
 
@@ -96,12 +103,23 @@ class KernelEmbedding(KernelLayer, nn.Embedding):
         return self.matmul(x)
 
 
-class KernelQuantizedEmbedding(KernelLayer, nn.QuantizedEmbedding):
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.matmul.dequantize_rows(x)
+class KernelEmbedding(KernelTable, nn.Embedding):
+    pass
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        return self.matmul(x)
+
+class KernelQuantizedEmbedding(KernelTable, nn.QuantizedEmbedding):
+    pass
+
+
+class KernelExperts(KernelLayer):
+    """The common part of experts, whose rows `gather` sorts itself."""
+
+    prefers_sorted = False
+
+    def __call__(
+        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
+    ) -> mx.array:
+        return self.matmul.gather(x, expert_ids)
 
 
 class KernelRMSNorm(nn.RMSNorm):

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from models import experts, mla
 from models.kernels.layers import (
+    KernelExperts,
     KernelLayer,
     KernelLayerTable,
     is_supported_quantization,
@@ -17,23 +18,12 @@ from models.kernels.layers import (
 )
 
 
-class KernelExpertLinear(KernelLayer, experts.ExpertLinear):
-    prefers_sorted = False
-
-    def __call__(
-        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
-    ) -> mx.array:
-        # `gather` sorts the rows itself
-        return self.matmul.gather(x, expert_ids)
+class KernelExpertLinear(KernelExperts, experts.ExpertLinear):
+    pass
 
 
-class KernelQuantizedExpertLinear(KernelLayer, experts.QuantizedExpertLinear):
-    prefers_sorted = False
-
-    def __call__(
-        self, x: mx.array, expert_ids: mx.array, *, sorted_indices: bool = False
-    ) -> mx.array:
-        return self.matmul.gather(x, expert_ids)
+class KernelQuantizedExpertLinear(KernelExperts, experts.QuantizedExpertLinear):
+    pass
 
 
 class KernelMultiLinear(KernelLayer, mla.MultiLinear):
