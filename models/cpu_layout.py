@@ -33,7 +33,7 @@ from models.kernels import block_layers, fused_blocks, layers, mamba2_op, stacke
 from models.layers import GatedMLP
 from models.mamba2 import Mamba2Half, Mamba2Mixer
 from models.quant import replace_leaves
-from models.sublayers import DescribedBlock
+from models.sublayers import DescribedBlock, LayerStack
 
 # A weight is in memory twice while it is transposed. Larger weights are not transposed, so that
 # loading needs little additional memory.
@@ -101,6 +101,9 @@ def apply_cpu_layout(model: nn.Module) -> None:
             _to_float32(module)
             if ops is None and isinstance(module, nn.Linear | nn.Embedding):
                 _transpose(module)
+    for _, module in model.named_modules():
+        if ops is not None and isinstance(module, LayerStack):
+            _fuse_layers(module, ops)
 
 
 def to_cpu_layer(layer: Any) -> Any:
@@ -132,6 +135,11 @@ def _fuse_sublayers(block: DescribedBlock, ops: Any) -> None:
     _override_method(module, "attention_residual", fused_blocks.fuse_attention(block, ops))
     _override_method(module, "mlp_residual", fused_blocks.fuse_mlp(block, ops))
     _override_method(module, "input_residual", fused_blocks.fuse_input_gate(block, ops))
+
+
+def _fuse_layers(stack: LayerStack, ops: Any) -> None:
+    run_layers = fused_blocks.fuse_layers(stack, ops)
+    _override_method(cast(nn.Module, stack), "run_layers", run_layers)
 
 
 def _override_method(module: nn.Module, method: str, operation: Any) -> None:

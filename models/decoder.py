@@ -177,11 +177,20 @@ class Backbone(nn.Module):
         x = self.embed(tokens)
         if images is not None:
             x, kv = images.insert(x), self.wrap_caches(kv, images)
+        elif select is select_all:
+            return self.norm(self.run_layers(x, kv))
         for number, (layer, layer_kv) in enumerate(zip(self.layers[:-1], kv[:-1], strict=True)):
             x = layer(x, layer_kv)
             if images is not None:
                 x = images.add_deepstack(x, number)
         return self.norm(self.layers[-1](x, kv[-1], select))
+
+    # On devices with fused operations, models/cpu_layout.py replaces this method with them.
+
+    def run_layers(self, x: mx.array, kv: Sequence[object]) -> mx.array:
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            x = layer(x, layer_kv)
+        return x
 
     def wrap_caches(self, kv: Sequence[object], images: ImageInputs) -> Sequence[object]:
         """Returns the caches for the pass of a chunk with image rows."""

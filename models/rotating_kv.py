@@ -5,7 +5,6 @@ models/kv.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NoReturn, Self
 
 import mlx.core as mx
@@ -79,7 +78,7 @@ class RotatingKVCache(KVBuffers):
         count = keys.shape[2]
         slot = self._allocate_one(keys, values) if count == 1 else self._allocate_many(keys, values)
         self.offset += count
-        return replace(self.map_slots(), write_slot=slot)
+        return self.map_slots()._replace(write_slot=slot)
 
     def reserve(self, length: int) -> None:
         """Does nothing, because the window limits the size."""

@@ -8,7 +8,7 @@ methods take hidden states [B, L, D] as their first argument and return them wit
 output added.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,6 +72,15 @@ class DescribedBlock(Protocol):
     def describe_mlp(self) -> MlpSublayer | None: ...
 
     def describe_input_gate(self) -> InputGateSublayer | None: ...
+
+
+@runtime_checkable
+class LayerStack(Protocol):
+    """Consecutive blocks, which `run_layers` calls one after another with their caches."""
+
+    layers: Sequence[Any]
+
+    def run_layers(self, x: mx.array, kv: Sequence[Any]) -> mx.array: ...
 
 
 def has_unmodified(module: Any, base: type, method: str) -> bool:

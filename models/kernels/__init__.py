@@ -78,7 +78,7 @@ def describe() -> KernelInfo:
 
 # The version of the interface of src/module.cpp. It is increased when an operation is added or
 # changes, so that operations that were compiled before are not used.
-_INTERFACE = 11
+_INTERFACE = 12
 
 
 def _load_extension() -> tuple[Any, bool, str | None]:

@@ -318,6 +318,24 @@ class MlpBlock:
     ) -> None: ...
     def __call__(self, x: mx.array) -> mx.array: ...
 
+class DecoderLayers:
+    """Computes consecutive decoder blocks for one new position of one sequence. The result is
+    bit-identical to that of the separate operations. Raises ValueError if a block has no keys of
+    its own, or if their hidden states differ in width."""
+
+    def __init__(self, blocks: list[tuple[AttentionBlock, MlpBlock]]) -> None: ...
+    def __call__(
+        self,
+        x: mx.array,
+        rope_deltas: list[int],
+        keys: list[mx.array],
+        values: list[mx.array],
+        slots: list[tuple[int, int, int, int, int]],
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        """x: [1, 1, hidden]. The lists have one element per block. slots: the fields of
+        `SlotMapping` in models/kernels/in_place_attention.py. The other parameters and the result
+        are the same as for `AttentionBlock`."""
+
 def mamba2(
     projected: mx.array,
     states: list[mx.array],

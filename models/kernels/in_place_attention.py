@@ -6,17 +6,15 @@ needs several operations per row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from models import kernels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotMapping:
+class SlotMapping(NamedTuple):
     """The slots of a sequence's positions, including the new ones, in a ring buffer.
 
     length: the number of positions. head_slot: the slot of the oldest position. The slot after the

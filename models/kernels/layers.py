@@ -10,6 +10,7 @@ models/kernels/stacked_layers.py contains stacks of matrices.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ class KernelLayer(nn.Module):
         self._ops = ops
         self._activations = _EXACT_BITS
         copy_parameters(self, layer, ops)
-        self._matmul: Matmul | None = make_matmul(self, ops)
+        self.matmul = make_matmul(self, ops)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute, and repacks it if it is a parameter. Classes of other libraries
@@ -46,7 +47,7 @@ class KernelLayer(nn.Module):
             return
         super().__setattr__(name, to_kernel_layout(self, name, value, self._ops))
         # last, because mlx.nn also reads the attribute
-        self._matmul = None
+        self._drop_matmul()
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute. Accessed as attributes, matrices have their usual row order, as
@@ -59,12 +60,14 @@ class KernelLayer(nn.Module):
             return self._ops.repack_scales(value, undo=True)
         return self._ops.repack(value, _bits(self), undo=True)
 
-    @property
+    # not a property, because decode steps read it several times per layer
+    @cached_property
     def matmul(self) -> "Matmul":
         """The matmul operation with the current arrays."""
-        if self._matmul is None:
-            self._matmul = make_matmul(self, self._ops)
-        return self._matmul
+        return make_matmul(self, self._ops)
+
+    def _drop_matmul(self) -> None:
+        vars(self).pop("matmul", None)
 
     @property
     def activations(self) -> int | None:
@@ -75,7 +78,8 @@ class KernelLayer(nn.Module):
         return max(self._activations, _MIN_BF16_BITS) if on_tiles else None
 
     def set_activations(self, bits: int) -> None:
-        self._activations, self._matmul = bits, None
+        self._activations = bits
+        self._drop_matmul()
 
 
 class KernelMatrix(KernelLayer):

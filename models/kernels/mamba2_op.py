@@ -15,7 +15,7 @@ from weakref import ref
 
 import mlx.core as mx
 
-from models.kernels.fused_blocks import MAX_FUSED_ROWS, CachedOp, are_kernel_layers, op_parts
+from models.kernels.fused_blocks import MAX_FUSED_ROWS, CachedOp, OpParts, are_kernel_layers
 from models.mamba2 import Mamba2Half, Mamba2Mixer
 from models.recurrent import RecurrentCache
 
@@ -57,7 +57,7 @@ def fuse_half(block: Mamba2Half, ops: Any) -> Mix | None:
     def make(in_proj: Any, out_proj: Any, weight: mx.array) -> Any:
         return ops.Mamba2Block((weight, norm.eps), in_proj, out_proj, **arguments)
 
-    fused = CachedOp(lambda: op_parts(linears, [norm]), make)
+    fused = CachedOp(OpParts(linears=linears, norms=[norm]), make)
     # a weak reference, so that a dropped model is freed immediately
     block_ref = ref(block)
 

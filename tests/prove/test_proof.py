@@ -277,7 +277,7 @@ def break_mask(patch: pytest.MonkeyPatch) -> None:
     def allocate_wrong(cache: KVCache, keys: mx.array, values: mx.array) -> SlotMapping:
         place = allocate(cache, keys, values)
         if place.write_slot == ODD_CHUNK and keys.shape[2] > 1:
-            return replace(place, window=place.length - 1)
+            return place._replace(window=place.length - 1)
         return place
 
     patch.setattr(KVCache, "allocate_slots", allocate_wrong)

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention_job.hpp"
+#include "block_runs.hpp"
 #include "blocks.hpp"
 #include "in_flight.hpp"
 #include "residual.hpp"
@@ -108,8 +109,10 @@ class HeadTransform {
   float *cos_ = nullptr, *sin_ = nullptr;
 };
 
-void run_block(const AttentionWeights& weights, const View& x,
-               const std::vector<KVBuffers>& buffers, int window, float* out) {
+}  // namespace
+
+void run_attention_block(const AttentionWeights& weights, const View& x,
+                         const std::vector<KVBuffers>& buffers, int window, float* out) {
   const MatrixAndBias q = weights.q.matrix_and_bias(), o = weights.o.matrix_and_bias();
   const int count = static_cast<int>(buffers.size()), key_dim = weights.key_dim(),
             value_dim = weights.value_dim();
@@ -151,6 +154,8 @@ void run_block(const AttentionWeights& weights, const View& x,
   finish(weights.post_norm, residual, std::nullopt, count, hidden, out);
 }
 
+namespace {
+
 // Its inputs are x, the key buffers, the value buffers, and then the pending inputs.
 class AttentionBlockPrimitive : public CpuPrimitive {
  public:
@@ -167,7 +172,7 @@ class AttentionBlockPrimitive : public CpuPrimitive {
         [weights = weights_, writable = std::move(writable), buffers = std::move(buffers),
          x = View(in[0]), window = window_, out = outs[0].data<float>()]() mutable {
           writable.copy_shared();
-          run_block(*weights, x, buffers, window, out);
+          run_attention_block(*weights, x, buffers, window, out);
           writable.release();
         });
   }
@@ -198,7 +203,7 @@ class SharedAttentionBlockPrimitive : public CpuPrimitive {
     mx::cpu::get_command_encoder(stream()).dispatch(
         [weights = weights_, readable, buffers = std::move(buffers), x = View(in[0]),
          window = window_, out = outs[0].data<float>()]() mutable {
-          run_block(*weights, x, buffers, window, out);
+          run_attention_block(*weights, x, buffers, window, out);
           readable.release();
         });
   }
@@ -237,10 +242,13 @@ void check_shapes(const AttentionWeights& weights) {
   if (weights.rope) check_rope(*weights.rope, key_dim);
 }
 
-// new_positions: the number of positions that the block writes per sequence.
-void check_inputs(const AttentionWeights& weights, const mx::array& x,
-                  const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
-                  const std::vector<SlotMapping>& slot_mappings, int window, int new_positions) {
+}  // namespace
+
+void check_attention_inputs(const AttentionWeights& weights, const mx::array& x,
+                            const std::vector<mx::array>& keys,
+                            const std::vector<mx::array>& values,
+                            const std::vector<SlotMapping>& slot_mappings, int window,
+                            int new_positions) {
   const std::size_t count = slot_mappings.size();
   require(count > 0 && keys.size() == count && values.size() == count && window >= 0,
           "each sequence needs buffers and a slot mapping");
@@ -256,8 +264,6 @@ void check_inputs(const AttentionWeights& weights, const mx::array& x,
             "a position for rope must not be negative");
   }
 }
-
-}  // namespace
 
 AttentionBlock::AttentionBlock(AttentionWeights weights) {
   check_shapes(weights);
@@ -284,7 +290,7 @@ std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> AttentionB
   const std::size_t count = slot_mappings.size();
   const AttentionWeights& weights = *weights_;
   require(weights.k.has_value(), "a block without keys needs attend_shared");
-  check_inputs(weights, x, keys, values, slot_mappings, window, 1);
+  check_attention_inputs(weights, x, keys, values, slot_mappings, window, 1);
   std::vector<mx::array> in{x};
   std::vector<mx::Shape> shapes{x.shape()};
   std::vector<mx::Dtype> types{mx::float32};
@@ -304,7 +310,7 @@ mx::array AttentionBlock::attend_shared(const mx::array& x, const std::vector<mx
                                         const std::vector<SlotMapping>& slot_mappings,
                                         int window) {
   require(!weights_->k, "a block with keys cannot use those of others");
-  check_inputs(*weights_, x, keys, values, slot_mappings, window, 0);
+  check_attention_inputs(*weights_, x, keys, values, slot_mappings, window, 0);
   std::vector<mx::array> in{x};
   in.insert(in.end(), keys.begin(), keys.end());
   in.insert(in.end(), values.begin(), values.end());

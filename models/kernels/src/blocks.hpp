@@ -3,12 +3,14 @@
 // In a decode step of a small model, MLX's overhead per operation takes as long as the operation
 // itself. Therefore all work between two additions to the residual stream is one operation. These
 // operations are for a few rows only, because all intermediate results are in memory together. The
-// results are bit-identical to those of the separate operations.
+// results are bit-identical to those of the separate operations. For a single row, consecutive
+// blocks are one operation.
 #pragma once
 
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention_ops.hpp"
@@ -55,6 +57,7 @@ class AttentionBlock {
                           const std::vector<SlotMapping>& slot_mappings, int window);
 
  private:
+  friend class DecoderLayers;
   std::shared_ptr<const AttentionWeights> weights_;
   PendingInputs pending_;
 };
@@ -78,8 +81,32 @@ class MlpBlock {
   mx::array operator()(const mx::array& x);
 
  private:
+  friend class DecoderLayers;
   std::shared_ptr<const MlpWeights> weights_;
   PendingInputs pending_;
+};
+
+// The weights of each block.
+using DecoderLayerWeights = std::vector<
+    std::pair<std::shared_ptr<const AttentionWeights>, std::shared_ptr<const MlpWeights>>>;
+
+// Consecutive decoder blocks, for one new position of one sequence.
+class DecoderLayers {
+ public:
+  // Raises if there is no block, if a block has no keys of its own, or if hidden states differ in
+  // width.
+  explicit DecoderLayers(std::vector<std::pair<AttentionBlock, MlpBlock>> blocks);
+
+  // Returns the result of the last block, and the buffers of each block with the new position. x:
+  // [1, 1, hidden] float32. keys, values, slot_mappings, windows: those of each block, see
+  // `AttentionBlock`.
+  std::tuple<mx::array, std::vector<mx::array>, std::vector<mx::array>> operator()(
+      const mx::array& x, const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
+      const std::vector<SlotMapping>& slot_mappings, const std::vector<int>& windows);
+
+ private:
+  std::vector<std::pair<AttentionBlock, MlpBlock>> blocks_;
+  std::shared_ptr<const DecoderLayerWeights> weights_;
 };
 
 struct InputGateWeights {

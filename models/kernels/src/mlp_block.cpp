@@ -2,6 +2,7 @@
 #include <memory>
 #include <utility>
 
+#include "block_runs.hpp"
 #include "blocks.hpp"
 #include "gate_up.hpp"
 #include "isa_dispatch.hpp"
@@ -13,7 +14,9 @@ namespace {
 
 struct ForArena;
 
-void run_block(const MlpWeights& weights, const View& x, std::int64_t count, float* out) {
+}  // namespace
+
+void run_mlp_block(const MlpWeights& weights, const View& x, std::int64_t count, float* out) {
   const MatrixAndBias gate = weights.gate.matrix_and_bias(), up = weights.up.matrix_and_bias(),
                       down = weights.down.matrix_and_bias();
   const std::int64_t hidden = gate.w.width, inner = gate.w.rows;
@@ -27,6 +30,8 @@ void run_block(const MlpWeights& weights, const View& x, std::int64_t count, flo
   multiply(down.w, gated, count, down.bias, out);
   finish(weights.post_norm, residual, weights.scale, count, hidden, out);
 }
+
+namespace {
 
 void run_input_gate(const InputGateWeights& weights, const View& x, const View& input,
                     std::int64_t count, float* out) {
@@ -78,7 +83,7 @@ class MlpBlockPrimitive : public CpuPrimitive {
     const std::int64_t count = static_cast<std::int64_t>(in[0].size()) / in[0].shape(-1);
     mx::cpu::get_command_encoder(stream()).dispatch(
         [weights = weights_, x = View(in[0]), count, out = outs[0].data<float>()] {
-          if (count) run_block(*weights, x, count, out);
+          if (count) run_mlp_block(*weights, x, count, out);
         });
   }
 

@@ -222,6 +222,31 @@ void bind_blocks(nb::module_& m) {
           "norm"_a, "activation"_a, "gate"_a, "up"_a, "down"_a, nb::kw_only(),
           "post_norm"_a = nb::none(), "scale"_a = nb::none())
       .def("__call__", &MlpBlock::operator(), "x"_a);
+  nb::class_<DecoderLayers>(m, "DecoderLayers", "Consecutive decoder blocks.")
+      .def(
+          "__init__",
+          [](DecoderLayers* self,
+             const std::vector<std::pair<const AttentionBlock*, const MlpBlock*>>& blocks) {
+            std::vector<std::pair<AttentionBlock, MlpBlock>> copies;
+            for (const auto& [attention, mlp] : blocks) copies.emplace_back(*attention, *mlp);
+            new (self) DecoderLayers(std::move(copies));
+          },
+          "blocks"_a)
+      .def(
+          "__call__",
+          [](DecoderLayers& self, const mx::array& x, const Ints& rope_deltas,
+             const std::vector<mx::array>& keys, const std::vector<mx::array>& values,
+             const std::vector<std::array<int, 5>>& slots) {
+            std::vector<SlotMapping> slot_mappings;
+            Ints windows;
+            for (const auto& [write_slot, length, head_slot, first_position, window] : slots) {
+              slot_mappings.push_back({write_slot, length, head_slot, first_position});
+              windows.push_back(window);
+            }
+            return self(x, keys, values, add_rope_deltas(std::move(slot_mappings), rope_deltas),
+                        windows);
+          },
+          "x"_a, "rope_deltas"_a, "keys"_a, "values"_a, "slots"_a);
   nb::class_<InputGateBlock>(m, "InputGateBlock", "A gated input of a decoder block.")
       .def(
           "__init__",
@@ -278,7 +303,7 @@ NB_MODULE(_kernels, m) {
   const auto number = [](int n) { return std::to_string(n); };
   m.attr("built_for") = number(MLX_VERSION_MAJOR) + "." + number(MLX_VERSION_MINOR) + "." +
                         number(MLX_VERSION_PATCH);
-  m.attr("interface") = 11;  // models/kernels/__init__.py describes it
+  m.attr("interface") = 12;  // models/kernels/__init__.py describes it
   m.def("isa", [] { return std::string(kernels().name); }, "The instruction set in use.");
   m.def("why_no_tiles", [] { return selection().why_no_tiles; }, "Why tiles are not used, or ''.");
   m.def("why_no_bf16_tiles", [] { return selection().why_no_bf16_tiles; },

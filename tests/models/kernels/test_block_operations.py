@@ -115,3 +115,32 @@ class TestInvalidArgumentsAreRefused:
         for x in (mx.zeros((1, HIDDEN + 1)), mx.zeros((1, HIDDEN), mx.float16)):
             with pytest.raises(ValueError, match="hidden"):
                 mlp(x)
+
+    def test_decoder_layers(self) -> None:
+        norm, up, down = (mx.ones(HIDDEN), 1e-5), self.product(96), self.product(HIDDEN, 96)
+        block = self.attention(), OPS.MlpBlock(norm, "silu", up, up, down)
+        shared = self.attention(k=None, v=None), block[1]
+        narrow = (
+            block[0],
+            OPS.MlpBlock(
+                (mx.ones(96), 1e-5), "silu", *[self.product(64, 96)] * 2, self.product(96)
+            ),
+        )
+        for wrong in ([], [shared], [block, narrow]):
+            with pytest.raises(ValueError, match=r"\w"):
+                OPS.DecoderLayers(wrong)
+        two, x = OPS.DecoderLayers([block] * 2), mx.zeros((1, 1, HIDDEN))
+        buffers, slot = [mx.zeros((1, 2, 8, HEAD)) for _ in range(4)], (0, 1, 0, 0, 0)
+        arguments = [0, 0], buffers[:2], buffers[2:], [slot] * 2
+        mx.eval(two(x, *arguments))
+        wrong_calls: Any = (
+            (mx.zeros((2, 1, HIDDEN)), *arguments),
+            (x, [0], *arguments[1:]),
+            (x, [0, 0], buffers[:1], *arguments[2:]),
+            (x, [0, 0], buffers[:2], buffers[:3], [slot] * 2),
+            (x, *arguments[:3], [slot, (1, 1, 0, 0, 0)]),
+            (x, *arguments[:3], [slot]),
+        )
+        for call in wrong_calls:
+            with pytest.raises(ValueError, match=r"\w"):
+                two(*call)

@@ -239,6 +239,134 @@ def test_fused_gemma4_blocks_give_the_same_bits(change: Any, kind: Any) -> None:
                 assert mx.array_equal(a, b)
 
 
+STACK: Any = {
+    **BASE,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": fused_blocks.MAX_FUSED_BLOCKS + 2,
+}
+
+
+def make_stack(kind: Any = KINDS[0], **config: Any) -> Any:
+    """A model whose layers are alternately of full and of sliding attention."""
+    keys = {**STACK, **config}
+    kinds = ("full_attention", "sliding_attention")
+    keys["layer_types"] = [kinds[i % 2] for i in range(keys["num_hidden_layers"])]
+    return prepare_block(
+        qwen3.Model(qwen3.Config.from_dict({**keys, "sliding_window": WINDOW})), kind
+    )
+
+
+def unfuse_stack(model: Any) -> Any:
+    del vars(model.model)["run_layers"]
+    for block in model.model.layers:
+        unfuse(block)
+    return model
+
+
+class TestConsecutiveBlocks:
+    @pytest.mark.parametrize("threads", [1, 2])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_same_bits_alone_and_in_batches(self, kind: Any, threads: int) -> None:
+        """Past the ends of windows, and of the first buffers."""
+        before = OPS.num_threads()
+        OPS.set_num_threads(threads)
+        try:
+            sides = [(model, model.make_kv()) for model in (make_stack(kind), make_stack(kind))]
+            unfuse_stack(sides[1][0])
+            for model, kv in sides:
+                mx.eval(model(mx.array([[1, 2, 3]]), kv))
+            for number in range(2 * WINDOW):
+                is_batch = number % 5 == 4
+                outputs: list[mx.array] = []
+                for model, kv in sides:
+                    offsets = mx.array([kv[0].offset])
+                    rows = [one.make_batch([one], offsets) for one in kv] if is_batch else kv
+                    outputs.append(model(mx.array([[number % 8]]), rows))
+                assert export_operations(outputs[0]).count("::DecoderLayers") == 2
+                assert "DecoderLayers" not in export_operations(outputs[1])
+                mx.async_eval(outputs)
+                if number % 3 == 0:
+                    assert mx.array_equal(outputs[0], outputs[1])
+            for one, other in zip(sides[0][1], sides[1][1], strict=True):
+                for a, b in zip(one.state(), other.state(), strict=True):
+                    assert mx.array_equal(a[..., : one.offset, :], b[..., : one.offset, :])
+        finally:
+            mx.synchronize()
+            OPS.set_num_threads(before)
+
+    def test_a_copied_cache_is_not_written(self) -> None:
+        model = make_stack(num_hidden_layers=3)
+        kv = model.make_kv()
+        mx.eval(model(mx.array([[1]]), kv), model(mx.array([[2]]), kv))
+        kept = [array for layer in kv for array in layer.state()]
+        before = [np.array(array) for array in kept]
+        first = model(mx.array([[3]]), kv)
+        mx.eval(first)
+        for array, values in zip(kept, before, strict=True):
+            np.testing.assert_array_equal(np.array(array), values)
+
+    def test_several_rows_and_prompts(self) -> None:
+        model = make_stack(num_hidden_layers=2)
+        kvs = [model.make_kv() for _ in range(2)]
+        for kv in kvs:
+            output = model(mx.array([[1, 2]]), kv)
+            assert "DecoderLayers" not in export_operations(output)
+        offsets = mx.array([2, 2])
+        rows = [layer[0].make_batch(layer, offsets) for layer in zip(*kvs, strict=True)]
+        output = model(mx.array([[1], [2]]), rows)
+        assert "DecoderLayers" not in export_operations(output)
+        assert "AttentionBlock" in export_operations(output)
+
+    def test_a_replaced_weight_and_a_replaced_half_are_used(self) -> None:
+        ours, theirs = (
+            make_stack(num_hidden_layers=2),
+            unfuse_stack(make_stack(num_hidden_layers=2)),
+        )
+        pairs = [(ours, ours.make_kv()), (theirs, theirs.make_kv())]
+
+        def decode() -> str:
+            """Returns the operations."""
+            found, expected = (model(mx.array([[1]]), kv) for model, kv in pairs)
+            operations = export_operations(found)
+            assert mx.array_equal(found, expected)
+            return operations
+
+        decode()
+        for number in range(3):
+            for model in (ours, theirs):
+                block = model.model.layers[1]
+                part = (block.self_attn.k_proj, block.mlp.down_proj, block.input_layernorm)[number]
+                part.weight = draw_array(*part["weight"].shape, seed=7)
+            assert "DecoderLayers" in decode()
+        halves = [block.mlp_residual for block in ours.model.layers]
+        ours.model.layers[0].mlp_residual = lambda x: halves[0](x)
+        found = decode()
+        assert found.count("MlpBlock") == 1
+        assert found.count("::DecoderLayers") == 1
+
+    def test_caches_without_in_place_writes(self) -> None:
+        class NotInPlace(KVCache):
+            supports_in_place = False
+
+        model, other = make_stack(num_hidden_layers=2), make_stack(num_hidden_layers=2)
+        kv = [NotInPlace(), model.make_kv()[1]]
+        output = model(mx.array([[1]]), kv)
+        assert "DecoderLayers" not in export_operations(output)
+        assert mx.array_equal(output, other(mx.array([[1]]), other.make_kv()))
+
+    def test_a_dropped_stack_is_freed_at_once(self) -> None:
+        model = make_stack(num_hidden_layers=2)
+        mx.eval(model(mx.array([[1]]), model.make_kv()))
+        alive = [weakref.ref(one) for one in (model.model, *model.model.layers)]
+        gc.disable()
+        try:
+            del model
+            assert [one() for one in alive] == [None] * 3
+        finally:
+            gc.enable()
+
+
 class TestUnfusedCases:
     def test_too_many_rows_and_prompts(self) -> None:
         block = BlockSpec().block()
