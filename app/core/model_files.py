@@ -90,9 +90,9 @@ class ModelFiles:
     adapter_path: Path | None = None
 
     def read_tokenizer(self) -> str:
-        """Returns the text of tokenizer.json with `added_tokens`. Raises OSError and ValueError for
-        a file that cannot be read."""
-        text = self.tokenizer_path.read_text("utf-8")
+        """Returns the text of tokenizer.json with `added_tokens`, and without a byte order mark.
+        Raises OSError and ValueError for a file that cannot be read."""
+        text = self.tokenizer_path.read_text("utf-8-sig")
         if not self.added_tokens:
             return text
         parsed: dict[str, Any] = json.loads(text)

@@ -88,12 +88,12 @@ def read_json_array(path: Path) -> Sequence[Any] | None:
 
 
 def read_text(path: Path, *, max_bytes: int = _MAX_BYTES) -> str | None:
-    """Reads the text in a file. Returns None if the file does not exist. Raises the same errors as
-    `read_json_object`."""
+    """Reads the text in a file, without a byte order mark. Returns None if the file does not exist.
+    Raises the same errors as `read_json_object`."""
     if not is_regular_file(path):
         return None
     try:
-        return _read(path, max_bytes=max_bytes).decode()
+        return _read(path, max_bytes=max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise unreadable_error(path, str(error)) from error
 

@@ -39,6 +39,9 @@ _GGUF = "*.gguf"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")
 
+# the file in which Diffusers lists the models of a pipeline
+_PIPELINE = "model_index.json"
+
 # tokenizers in other formats
 _OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
 
@@ -73,7 +76,8 @@ def read(folder: Path, *, name: str) -> ModelFiles:
                 folder,
             )
     shards = _find_shards(folder)
-    template, template_file = _read_template(folder, tokenizer_config)
+    processor = read_json_object(folder / "processor_config.json")
+    template, template_file = _read_template(folder, tokenizer_config, processor or {})
     vocabulary = read_vocabulary(
         tokenizer, tokenizer_config, read_json_object(folder / "added_tokens.json") or {}
     )
@@ -89,8 +93,7 @@ def read(folder: Path, *, name: str) -> ModelFiles:
         chat_template_file=template_file,
         named_templates=_read_named_templates(folder),
         processor_config=merge_processor_config(
-            read_json_object(folder / "preprocessor_config.json"),
-            read_json_object(folder / "processor_config.json"),
+            read_json_object(folder / "preprocessor_config.json"), processor
         ),
         created=int(folder.stat().st_mtime),
         tokenizer_vocab_size=vocabulary.size,
@@ -119,23 +122,33 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", *_OTHER_TOKENIZERS))
 
 
-def _read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, str]:
+def _read_template(
+    folder: Path, tokenizer_config: Mapping[str, Any], processor: Mapping[str, Any]
+) -> tuple[str | None, str]:
     """Returns the template of a separate file, and the name of the file. transformers wrote
-    chat_template.json for models with images until version 4.50. It is used only if no other file
-    has a template."""
+    chat_template.json for models with images until version 4.50, and before that the template into
+    processor_config.json. They are used only if no other file has a template."""
     template = read_text(folder / "chat_template.jinja")
     if template is not None or tokenizer_config.get("chat_template") is not None:
         return template, "chat_template.jinja"
-    template = read_json_template(folder / "chat_template.json")
-    return template, "chat_template.jinja" if template is None else "chat_template.json"
+    path = folder / "chat_template.json"
+    template = read_json_template(path)
+    if template is None and processor.get("chat_template") is not None:
+        path = folder / "processor_config.json"
+        template = _get_template(path, processor)
+    return template, "chat_template.jinja" if template is None else path.name
 
 
 def read_json_template(path: Path) -> str | None:
     """Returns the template in a chat_template.json; None if there is no such file. Raises
     AppError(MODEL_FILES)."""
     parsed = read_json_object(path)
-    template: Any = None if parsed is None else parsed.get("chat_template")
-    if parsed is not None and not isinstance(template, str):
+    return None if parsed is None else _get_template(path, parsed)
+
+
+def _get_template(path: Path, parsed: Mapping[str, Any]) -> str:
+    template: Any = parsed.get("chat_template")
+    if not isinstance(template, str):
         raise model_files_error(f"{path} has no text in chat_template")
     return template
 
@@ -158,6 +171,12 @@ def _missing_config_error(folder: Path) -> AppError:
     adapter = read_json_object(folder / _ADAPTER_CONFIG)
     if adapter is not None:
         return _adapter_error(folder, adapter)
+    if (pipeline := read_json_object(folder / _PIPELINE)) is not None:
+        kind = str(pipeline.get("_class_name"))[:80]
+        return model_files_error(
+            f"{folder} is a pipeline of Diffusers ({kind!r} in {_PIPELINE}) and not a language "
+            "model"
+        )
     if found := sorted(path.name for path in folder.glob(_GGUF)):
         return model_files_error(
             f"{folder} contains {len(found)} GGUF files: name one of them, such as "
@@ -180,9 +199,12 @@ def _adapter_error(folder: Path, config: Mapping[str, Any]) -> AppError:
 
 
 def _is_incomplete_download(folder: Path) -> bool:
-    """Returns whether a download into this folder was interrupted."""
-    downloads = folder / ".cache" / "huggingface" / "download"
-    return any(path for place in (folder, downloads) for path in place.glob("*.incomplete"))
+    """Returns whether a download into this folder, or into the cache that it is a snapshot in, was
+    interrupted."""
+    places = [folder, folder / ".cache" / "huggingface" / "download"]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parent.parent / "blobs")
+    return any(path for place in places for path in place.glob("*.incomplete"))
 
 
 def _incomplete_download_error(folder: Path, missing: str) -> AppError:

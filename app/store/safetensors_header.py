@@ -139,7 +139,12 @@ def combine_fingerprints(headers: Iterable[SafetensorsHeader]) -> str:
 def _stat_regular_file(path: Path) -> os.stat_result:
     """Returns the file status of a regular file. Other files are rejected, because opening a pipe
     would block until it has a writer. Raises OSError."""
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise _invalid_header_error(path, "it is a link to a missing file") from error
+        raise
     if not stat.S_ISREG(status.st_mode):
         raise _invalid_header_error(path, "it is not a regular file")
     return status

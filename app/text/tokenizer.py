@@ -14,9 +14,11 @@ bytes, like SentencePiece.
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -165,7 +167,7 @@ class Tokenizer:
             )
         add_bos = files.tokenizer_config.get("add_bos_token")
         with _LibraryErrorGuard(ErrorKind.MODEL_FILES, f"{path} is not a usable tokenizer"):
-            if files.added_tokens:
+            if files.added_tokens or _has_byte_order_mark(path):
                 inner = tokenizers.Tokenizer.from_str(files.read_tokenizer())
                 _check_added_tokens(inner, files)
             else:
@@ -507,6 +509,12 @@ def _find_suffix_ids(inner: tokenizers.Tokenizer) -> tuple[int, ...]:
     probe = inner.encode("a", add_special_tokens=True)
     num_suffix_ids = probe.special_tokens_mask[::-1].index(0)
     return tuple(probe.ids[len(probe.ids) - num_suffix_ids :])
+
+
+def _has_byte_order_mark(path: Path) -> bool:
+    """Returns whether a file begins with a mark that the library does not accept."""
+    with path.open("rb") as file:
+        return file.read(len(BOM_UTF8)) == BOM_UTF8
 
 
 def _check_added_tokens(inner: tokenizers.Tokenizer, files: ModelFiles) -> None:

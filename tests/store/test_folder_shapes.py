@@ -6,6 +6,7 @@ that are read.
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ LFS_POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"
     b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
 )
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 
@@ -37,13 +39,14 @@ WEIGHTS = "model.safetensors"
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """change: makes the folder, and returns the name to serve if it is not the folder. error: a
-    part of the message; empty if the model is found. shards: the files with the weights. name: of
-    the served model. log: a part of a warning. warnings: parts of what the server would log about
-    chats. check: is called with the files."""
+    part of the message; empty if the model is found. kind: of the error. shards: the files with the
+    weights. name: of the served model. log: a part of a warning. warnings: parts of what the server
+    would log about chats. check: is called with the files."""
 
     id: str
     change: Callable[[Path], object]
     error: str = ""
+    kind: ErrorKind = ErrorKind.MODEL_FILES
     shards: tuple[str, ...] = (WEIGHTS,)
     name: str = ""
     log: str = ""
@@ -150,13 +153,73 @@ def into_subfolders(*names: str) -> Callable[[Path], None]:
 
 def into_cache(folder: Path) -> Path:
     """Moves the model to a repository's folder in the Hugging Face cache."""
-    storage = Path(constants.HF_HUB_CACHE) / "models--org--tiny"
+    storage = get_storage()
     snapshot = storage / "snapshots" / ("0" * 39 + "1")
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
     (storage / "refs").mkdir()
     (storage / "refs" / "main").write_text(snapshot.name)
     return snapshot
+
+
+def get_storage() -> Path:
+    return Path(constants.HF_HUB_CACHE) / "models--org--tiny"
+
+
+def into_linked_cache(folder: Path) -> Path:
+    """Like `into_cache`, with blobs and links, as huggingface_hub stores a download."""
+    snapshot = into_cache(folder)
+    blobs = get_storage() / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        blob = blobs / f"{number:064x}"
+        file.rename(blob)
+        file.symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
+
+
+def set_ref(text: str) -> Callable[[Path], None]:
+    return lambda _: void((get_storage() / "refs" / "main").write_text(text))
+
+
+def break_link(file: str) -> Callable[[Path], None]:
+    """Deletes the blob of a file."""
+    return lambda _: next(get_storage().glob(f"snapshots/*/{file}")).resolve().unlink()
+
+
+def interrupt(file: str) -> Callable[[Path], None]:
+    """Leaves a partial blob in place of a file, as an interrupted download does."""
+
+    def change(_: Path) -> None:
+        link = next(get_storage().glob(f"snapshots/*/{file}"))
+        blob = link.resolve()
+        blob.rename(blob.with_name(f"{blob.name}.incomplete"))
+        link.unlink()
+
+    return change
+
+
+def cached(*changes: Callable[[Path], object], path: bool = False) -> Callable[[Path], object]:
+    """The model as a repository in the cache, which is found by name or by the path of the
+    snapshot."""
+
+    def change(folder: Path) -> object:
+        snapshot = into_linked_cache(folder)
+        for one in changes:
+            one(snapshot)
+        return snapshot if path else "org/tiny"
+
+    return change
+
+
+def into_home(folder: Path) -> str:
+    Path.home().mkdir(exist_ok=True)
+    folder.rename(Path.home() / "model")
+    return "~/model"
+
+
+def prepend(file: str, start: bytes) -> Callable[[Path], None]:
+    return lambda folder: void((folder / file).write_bytes(start + (folder / file).read_bytes()))
 
 
 def into_lm_studio(home: str) -> Callable[[Path], str]:
@@ -196,6 +259,17 @@ def _check_stops(files: ModelFiles, ids: tuple[int, ...]) -> None:
     assert find_model_stop_conditions(files, tokenizer, defaults.stop_strings).ids == set(ids)
 
 
+def encodes(text: str, *ids: int) -> Callable[[ModelFiles], None]:
+    """Also for grammars, whose library reads the file itself."""
+
+    def check(files: ModelFiles) -> None:
+        assert Tokenizer.load(files).encode(text, add_special_tokens=False) == list(ids)
+        assert json.loads(files.read_tokenizer())["model"]
+
+    return check
+
+
+GENERATION = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 NEW = tiny.VOCAB  # the ID of the first token after those of tokenizer.json
 
 
@@ -375,12 +449,7 @@ SHAPES = [
         change=remove("config.json"),
         error="has no config.json: it is not a model folder",
     ),
-    Shape(
-        id="a config with a byte order mark",
-        change=lambda f: void(
-            (f / "config.json").write_bytes(b"\xef\xbb\xbf" + (f / "config.json").read_bytes())
-        ),
-    ),
+    Shape(id="a config with a byte order mark", change=prepend("config.json", BYTE_ORDER_MARK)),
     Shape(
         id="Infinity in a config",
         change=lambda f: void(
@@ -395,6 +464,13 @@ SHAPES = [
             (f / "config.json").write_text((f / "config.json").read_text()[:-1] + ', "x": NaN}')
         ),
         error="config.json cannot be read",
+    ),
+    Shape(
+        id="a pipeline of Diffusers",
+        change=all_of(
+            remove("config.json"), write("model_index.json", '{"_class_name": "FluxPipeline"}')
+        ),
+        error="is a pipeline of Diffusers ('FluxPipeline' in model_index.json) and not a language",
     ),
     Shape(id="unknown keys", change=edit("config.json", some_key={"a": [1]})),
     Shape(id="custom code", change=edit("config.json", auto_map={"AutoModel": "modeling.Model"})),
@@ -430,6 +506,19 @@ SHAPES = [
         error="tokenizer.json cannot be read",
     ),
     Shape(
+        id="a tokenizer with a byte order mark",
+        change=prepend("tokenizer.json", BYTE_ORDER_MARK),
+        check=encodes("ab", 97, 98),
+    ),
+    Shape(
+        id="a tokenizer with a byte order mark, and added tokens",
+        change=all_of(
+            prepend("tokenizer.json", BYTE_ORDER_MARK),
+            write("added_tokens.json", json.dumps({"<think>": NEW})),
+        ),
+        check=added("<think>", NEW, special=False),
+    ),
+    Shape(
         id="no tokenizer_config",
         change=remove("tokenizer_config.json"),
         check=stops(tiny.END),
@@ -443,6 +532,11 @@ SHAPES = [
     Shape(
         id="eos_token as an object",
         change=edit("tokenizer_config.json", eos_token={"content": "</s>", "special": True}),
+    ),
+    Shape(
+        id="eos_token as a list",
+        change=edit("tokenizer_config.json", eos_token=["</s>", "<s>"]),
+        check=stops(tiny.END),
     ),
     Shape(
         id="eos_token null",
@@ -545,6 +639,31 @@ SHAPES = [
         check=template(tiny.CHAT_TEMPLATE, tools="t"),
     ),
     Shape(id="no template", change=NO_TEMPLATE, check=template(None), warnings=(WARNS_TEMPLATE,)),
+    Shape(
+        id="a template with a block for training",
+        change=write("chat_template.jinja", GENERATION),
+        check=template(GENERATION),
+    ),
+    Shape(
+        id="a template with a byte order mark",
+        change=write("chat_template.jinja", BYTE_ORDER_MARK + b"jinja"),
+        check=template("jinja"),
+    ),
+    Shape(
+        id="the template of a processor",
+        change=all_of(NO_TEMPLATE, write("processor_config.json", '{"chat_template": "p"}')),
+        check=template("p"),
+    ),
+    Shape(
+        id="the template of a processor beside others",
+        change=write("processor_config.json", '{"chat_template": "p"}'),
+        check=template(tiny.CHAT_TEMPLATE),
+    ),
+    Shape(
+        id="the template of a processor that is no text",
+        change=all_of(NO_TEMPLATE, write("processor_config.json", '{"chat_template": {"a": 1}}')),
+        error="processor_config.json has no text in chat_template",
+    ),
     # stop tokens
     Shape(
         id="a list of stop tokens",
@@ -575,6 +694,15 @@ SHAPES = [
         check=stops(3, tiny.END),
     ),
     Shape(
+        id="odd values in a generation_config",
+        change=write(
+            "generation_config.json",
+            '{"_from_model_config": true, "do_sample": null, "max_length": 20, "pad_token_id": -1, '
+            '"temperature": 0, "top_k": 0, "top_p": 1, "eos_token_id": [1, -1, null]}',
+        ),
+        check=stops(1, tiny.END),
+    ),
+    Shape(
         id="a generation_config with a comma too many",
         change=write("generation_config.json", '{"top_p": 0.9,}'),
         error="generation_config.json cannot be read",
@@ -594,6 +722,8 @@ SHAPES = [
         change=into_subfolders("original"),
         error="has no config.json: it is not a model folder",
     ),
+    Shape(id="a relative path", change=lambda f: os.path.relpath(f)),
+    Shape(id="a path in the home folder", change=into_home),
     Shape(id="a trailing slash", change=lambda f: f"{f}/"),
     Shape(id="dots in a path", change=lambda f: f"{f}/../{f.name}"),
     Shape(id="a link", change=lambda f: ((f.parent / "link").symlink_to(f), f.parent / "link")[1]),
@@ -628,6 +758,82 @@ SHAPES = [
         change=lambda f: (into_cache(f), "hf.co/org/tiny")[1],
         name="org/tiny",
     ),
+    Shape(id="a cache of links, by name", change=cached(), name="org/tiny"),
+    Shape(id="a cache of links, by path", change=cached(path=True), name="org/tiny"),
+    Shape(
+        id="a cache without refs, by name",
+        change=cached(lambda _: shutil.rmtree(get_storage() / "refs")),
+        error="run `mlxrunner pull org/tiny` to download it, or serve it with --pull; did you mean "
+        "org/tiny@000000000000?",
+        kind=ErrorKind.MODEL_NOT_FOUND,
+    ),
+    Shape(
+        id="a cache without refs, by name and commit",
+        change=lambda f: (
+            cached(lambda _: shutil.rmtree(get_storage() / "refs"))(f),
+            "org/tiny@000000000000",
+        )[1],
+        name="org/tiny@000000000000",
+    ),
+    Shape(
+        id="a ref with a line break, by name",
+        change=cached(set_ref("0" * 39 + "1\n")),
+        name="org/tiny",
+    ),
+    *(
+        Shape(
+            id=f"a ref {id}, by name",
+            change=cached(set_ref(text)),
+            error="refs/main names a revision that was not downloaded: run `mlxrunner pull "
+            "org/tiny`, or serve org/tiny@000000000000",
+            kind=ErrorKind.MODEL_NOT_FOUND,
+        )
+        for id, text in (
+            ("to a revision that is not there", "f" * 40),
+            ("that is empty", ""),
+            ("that leads elsewhere", "../../../../model"),
+        )
+    ),
+    Shape(
+        id="a ref to a revision that is not there, by path",
+        change=cached(set_ref("f" * 40), path=True),
+        name="org/tiny",
+    ),
+    Shape(
+        id="a ref to a revision that is not there, by the path of the repository",
+        change=lambda f: (cached(set_ref("f" * 40))(f), get_storage())[1],
+        name="org/tiny",
+    ),
+    *(
+        Shape(
+            id=f"a broken link of {file}, by name",
+            change=cached(break_link(file)),
+            error=f"the download of org/tiny is incomplete ({file} missing): run `mlxrunner pull",
+            kind=ErrorKind.MODEL_NOT_FOUND,
+        )
+        for file in ("config.json", "tokenizer.json", WEIGHTS)
+    ),
+    Shape(
+        id="a broken link of the config, by path",
+        change=cached(break_link("config.json"), path=True),
+        error="config.json cannot be read: it is a link to a missing file",
+    ),
+    Shape(
+        id="a broken link of the weights, by path",
+        change=cached(break_link(WEIGHTS), path=True),
+        error=f"{WEIGHTS} is not a valid safetensors file: it is a link to a missing file",
+    ),
+    Shape(
+        id="an interrupted download in the cache, by name",
+        change=cached(interrupt(WEIGHTS)),
+        error=f"the download of org/tiny is incomplete ({WEIGHTS} missing): run `mlxrunner pull",
+        kind=ErrorKind.MODEL_NOT_FOUND,
+    ),
+    Shape(
+        id="an interrupted download in the cache, by path",
+        change=cached(interrupt(WEIGHTS), path=True),
+        error="is incomplete",
+    ),
     Shape(id="LM Studio's folder by name", change=into_lm_studio(".lmstudio"), name="org/tiny-mlx"),
     Shape(
         id="LM Studio's old folder", change=into_lm_studio(".cache/lm-studio"), name="org/tiny-mlx"
@@ -650,7 +856,7 @@ def test_a_folder_loads_or_its_fault_is_named(
     if shape.error:
         with pytest.raises(AppError) as caught:
             store.find(str(given or folder))
-        assert caught.value.kind is ErrorKind.MODEL_FILES
+        assert caught.value.kind is shape.kind
         assert shape.error in caught.value.message
         assert "\n" not in caught.value.message
         return

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import constants, get_cached_repo_tree, try_to_load_from_cache
+from huggingface_hub import constants, get_cached_repo_tree
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
@@ -53,46 +53,61 @@ def find(name: HubName) -> ModelFiles | None:
     """Finds a model in the cache. Returns None if no file of the model is cached. Raises
     ModelNotFoundError for an interrupted download. Raises AppError(MODEL_FILES) for files that
     cannot be read."""
-    storage = repo_folder(name.repo_id)
-    revision = _expand_commit(storage, name.revision)
+    snapshot = _find_snapshot(name)
     if name.quantization is not None:
-        return _find_gguf(name, storage, revision)
-    config = _find_config(name.repo_id, revision, name.subfolder)
-    if config is None and name.subfolder is None:
-        name = replace(name, subfolder=_choose_cached_subfolder(storage, name.repo_id, revision))
-        config = _find_config(name.repo_id, revision, name.subfolder)
-    if config is None:
-        if (files := _find_gguf(name, storage, revision)) is not None:
+        return _find_gguf(name, snapshot)
+    if snapshot is not None and name.subfolder is None and not _has_config(snapshot):
+        name = replace(name, subfolder=_choose_cached_subfolder(name.repo_id, snapshot))
+    folder = None if snapshot is None else snapshot / (name.subfolder or "")
+    if folder is None or not _has_config(folder):
+        if (files := _find_gguf(name, snapshot)) is not None:
             return files
-        if _has_partial_download(name.repo_id, revision):
+        if folder is not None and folder.is_dir() and not _list_gguf(folder):
+            missing = _find_missing_files(name.repo_id, folder, name.subfolder)
+            raise _incomplete_error(name, *sorted({"config.json", *missing}))
+        if snapshot is not None or _has_partial_download(name):
             raise _incomplete_error(name)
         return None
-    folder = config.parent
     missing = _find_missing_files(name.repo_id, folder, name.subfolder)
     if missing:
         raise _incomplete_error(name, *missing)
     return hf_folder.read(folder, name=str(name))
 
 
-def _find_gguf(name: HubName, storage: Path, revision: str | None) -> ModelFiles | None:
+def _find_gguf(name: HubName, snapshot: Path | None) -> ModelFiles | None:
     """Finds the GGUF file of a quantization or, without one, the only or usual one."""
-    folder = _find_snapshot(storage, revision)
-    paths = [] if folder is None else _list_gguf(folder)
-    if folder is None or not paths:
+    paths = [] if snapshot is None else _list_gguf(snapshot)
+    if snapshot is None or not paths:
         return None
     try:
         found = required_files.select_gguf(str(name), paths, name.quantization)
     except AppError:
         return None  # another quantization was downloaded
-    projectors = [folder / path for path in choose_projectors(found[0], paths)]
-    return gguf_model.read(folder / found[0], name=str(name), projectors=projectors)
+    projectors = [snapshot / path for path in choose_projectors(found[0], paths)]
+    return gguf_model.read(snapshot / found[0], name=str(name), projectors=projectors)
 
 
-def _find_snapshot(storage: Path, revision: str | None) -> Path | None:
+def _find_snapshot(name: HubName) -> Path | None:
+    """Returns the folder of a revision. A commit may be abbreviated, as displayed by `list`. Raises
+    ModelNotFoundError if the ref of the main revision names no folder. Other tools write the ref
+    before the files."""
+    storage, revision = repo_folder(name.repo_id), name.revision
+    snapshots = {path.name: path for path in _list_folder(storage / "snapshots") if path.is_dir()}
     ref = storage / "refs" / (revision or constants.DEFAULT_REVISION)
     commit = ref.read_text(errors="replace").strip() if ref.is_file() else revision
-    folder = storage / "snapshots" / (commit or "")
-    return folder if commit and is_revision(commit) and folder.is_dir() else None
+    if commit in snapshots:
+        return snapshots[commit]
+    if revision is None:
+        if commit is not None and not _has_partial_download(name):
+            others = [f"{name.repo_id}@{other[:_SHORT_COMMIT_LENGTH]}" for other in snapshots]
+            raise ModelNotFoundError(
+                f"{ref} names a revision that was not downloaded: run `mlxrunner pull "
+                f"{name.repo_id}`{''.join(f', or serve {other}' for other in others[:1])}",
+                hub=name,
+            )
+        return None
+    matches = [path for start, path in snapshots.items() if start.startswith(revision)]
+    return matches[0] if _COMMIT.fullmatch(revision) and len(matches) == 1 else None
 
 
 def _list_gguf(folder: Path) -> list[str]:
@@ -101,18 +116,13 @@ def _list_gguf(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
-def _find_config(repo_id: str, revision: str | None, subfolder: str | None) -> Path | None:
-    path = "config.json" if subfolder is None else f"{subfolder}/config.json"
-    found = try_to_load_from_cache(repo_id, path, cache_dir=cache_folder(), revision=revision)
-    return Path(found) if isinstance(found, str) else None
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
-def _choose_cached_subfolder(storage: Path, repo_id: str, revision: str | None) -> str | None:
-    """Returns the preferred folder of one revision that contains a complete model; if there is
-    none, the preferred incomplete one."""
-    snapshot = _find_snapshot(storage, revision)
-    if snapshot is None:
-        return None
+def _choose_cached_subfolder(repo_id: str, snapshot: Path) -> str | None:
+    """Returns the preferred folder of a snapshot that contains a complete model; if there is none,
+    the preferred incomplete one."""
     folders = _list_model_subfolders(snapshot)
     complete = [name for name in folders if not _find_missing_files(repo_id, snapshot / name, name)]
     return required_files.choose_subfolder(
@@ -210,26 +220,17 @@ def repo_folder(repo_id: str) -> Path:
     return cache_folder() / repo_folder_name(repo_id=repo_id, repo_type="model")
 
 
-def _expand_commit(storage: Path, revision: str | None) -> str | None:
-    """Expands an abbreviated commit, as displayed by `list`."""
-    if revision is None or not _COMMIT.fullmatch(revision):
-        return revision
-    names = [path.name for path in _list_folder(storage / "snapshots")]
-    matches = [name for name in names if name.startswith(revision)]
-    return matches[0] if len(matches) == 1 else revision
-
-
-def _has_partial_download(repo_id: str, revision: str | None) -> bool:
-    """Returns whether this revision was partly downloaded. The ref of the main revision is written
-    when the download is complete. Before that, there are only partial files and revisions without a
-    ref."""
-    storage = repo_folder(repo_id)
-    if revision is None:
-        snapshots = _list_folder(storage / "snapshots")
-        return _has_incomplete_blobs(storage) or any(
-            _find_missing_files(repo_id, folder, None) for folder in snapshots
-        )
-    return (storage / "refs" / revision).is_file() or (storage / "snapshots" / revision).is_dir()
+def _has_partial_download(name: HubName) -> bool:
+    """Returns whether a revision without a folder was partly downloaded. The ref of the main
+    revision is written when the download is complete. Before that, there are only partial files and
+    revisions without a ref."""
+    storage = repo_folder(name.repo_id)
+    if name.revision is not None:
+        return (storage / "refs" / name.revision).is_file()
+    snapshots = _list_folder(storage / "snapshots")
+    return _has_incomplete_blobs(storage) or any(
+        _find_missing_files(name.repo_id, folder, None) for folder in snapshots
+    )
 
 
 def _has_incomplete_blobs(storage: Path) -> bool:
