@@ -892,13 +892,8 @@ _PUBLISHED_GROUPS: Mapping[tuple[int, int], tuple[int, int]] = {
 
 
 def _read_deepseek2(metadata: Metadata) -> Config:
-    """DeepSeek V2 and V3, GLM-4.7-Flash: latent attention, and experts that are selected by a
-    softmax (V2) or by sigmoid scores."""
-    if metadata.has("attention.temperature_scale"):
-        raise UnsupportedError(
-            f"{metadata.file.path}: models of the architecture deepseek2 whose queries are scaled "
-            "by position (Mistral Large 3) are not supported"
-        )
+    """DeepSeek V2 and V3, GLM-4.7-Flash, Mistral Large 3: latent attention, and experts that are
+    selected by a softmax (V2, Mistral) or by sigmoid scores."""
     is_softmax = _uses_softmax(metadata)
     experts = _read_sigmoid_experts(metadata)
     if not metadata.has("expert_group_count"):
@@ -927,8 +922,34 @@ def _read_deepseek2(metadata: Metadata) -> Config:
     if scaling is not None and metadata.has("rope.scaling.yarn_log_multiplier"):
         # the converter stores a tenth of mscale_all_dim
         scale = 10 * metadata.number("rope.scaling.yarn_log_multiplier")
-        config["rope_scaling"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
+        scaling = {**scaling, "mscale": scale, "mscale_all_dim": scale}
+        config["rope_scaling"] = scaling
+    if metadata.has("attention.temperature_scale"):
+        return {**config, **_read_scaled_queries(metadata, scaling or {}, is_softmax=is_softmax)}
     return config
+
+
+def _read_scaled_queries(metadata: Metadata, scaling: Config, *, is_softmax: bool) -> Config:
+    """What is different in a model of deepseek2 whose queries are scaled by position. It is a
+    Mistral Small 4 in other sizes."""
+    original = scaling.get("original_max_position_embeddings")
+    step = metadata.integer("attention.temperature_length", original or 0)
+    if not is_softmax or step != original:
+        raise UnsupportedError(
+            f"{metadata.file.path}: models of the architecture deepseek2 whose queries are scaled "
+            "by position are supported only with a softmax (expert_gating_func) and with steps as "
+            "long as the original context (attention.temperature_length)"
+        )
+    return {
+        "model_type": "mistral4",
+        "topk_method": "noaux_tc",
+        "rope_scaling": None,
+        "rope_parameters": {
+            **scaling,
+            "rope_theta": metadata.number("rope.freq_base"),
+            "llama_4_scaling_beta": metadata.number("attention.temperature_scale"),
+        },
+    }
 
 
 def _uses_softmax(metadata: Metadata) -> bool:

@@ -54,6 +54,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "kimi_k2": "deepseek2",
+    "mistral4": "deepseek2",  # in the sizes of Mistral Large 3
 }
 
 _PAIRED = ("llama", "mistral3", "smollm3", "granite")
@@ -296,7 +297,8 @@ def _add_grouped_experts(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_shared_count(config["n_shared_experts"] or 0)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
+    is_softmax = is_v2 or config["model_type"] == "mistral4"
+    writer.add_expert_gating_func(kinds.SOFTMAX if is_softmax else kinds.SIGMOID)
     if config.get("norm_topk_prob", not is_v2):
         writer.add_expert_weights_norm(True)
     if config.get("n_group"):
@@ -342,6 +344,8 @@ def _add_rope(writer: gguf.GGUFWriter, config: Config) -> None:
             writer.add_rope_scaling_yarn_log_mul(scale * rope["mscale_all_dim"])
         if "llama_4_scaling_beta" in rope:
             writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+            if config["model_type"] == "mistral4":
+                writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
     elif kind == "longrope":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
 

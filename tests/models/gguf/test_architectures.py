@@ -101,6 +101,8 @@ CHANGED: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.8,
         },
     },
+    "mistral4-plain": {"rms_norm_eps": 1e-6},
+    "mistral4-groups": {"rms_norm_eps": 1e-6},
     "qwen3_5-tied": {"attention_bias": False},
     "gpt_oss-plain": {
         "rope_scaling": {
@@ -396,14 +398,17 @@ def test_groups_of_experts_that_an_older_file_lacks_are_those_of_the_published_m
     assert found == ["group_limited_greedy", 8, 3]
 
 
-def test_queries_of_a_deepseek2_that_are_scaled_by_position_are_not_supported(tmp_path):
-    path = write_deepseek_v2(tmp_path)
-    key = b"deepseek2.leading_dense_block_count"
-    other = b"deepseek2.attention.temperature_scale"
+@pytest.mark.parametrize(
+    ("key", "value"), [(b"expert_gating_func", 2), (b"attention.temperature_length", 4096)]
+)
+def test_other_scales_of_queries_of_a_deepseek2_are_not_supported(tmp_path, key: bytes, value: int):
+    """Published are those of Mistral Large 3."""
+    case = next(case for case in CASES if case.id == "mistral4-plain")
+    path, _ = write_model(case, tmp_path)
     content = path.read_bytes()
-    lengths = struct.pack("<Q", len(key)), struct.pack("<Q", len(other))
-    path.write_bytes(content.replace(lengths[0] + key, lengths[1] + other))
-    with pytest.raises(GGUFError, match="scaled by position"):
+    start = content.index(b"deepseek2." + key) + len(b"deepseek2." + key) + 4  # behind the type
+    path.write_bytes(content[:start] + struct.pack("<I", value) + content[start + 4 :])
+    with pytest.raises(GGUFError, match="scaled by position are supported only with a softmax"):
         read_config(reader.read(path))
 
 
