@@ -1,4 +1,5 @@
-"""Ollama's names of common models, and the same models in MLX's format on the Hugging Face hub.
+"""Ollama's names of common models, names in the same form of some that Ollama lacks, and these
+models in MLX's format on the Hugging Face hub.
 
 Knows: the table of names. Must not know: the network, the installed models.
 
@@ -45,6 +46,17 @@ _MAX_SUGGESTIONS = 3
 # repository, of each format, where the names are irregular or not every format is known to exist;
 # repositories without an organization belong to mlx-community. The format "" matches any.
 LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
+    "bonsai": {
+        "27b": {"": "prism-ml/Ternary-Bonsai-27B-mlx-2bit"},
+        "1.7b": {"": "prism-ml/Ternary-Bonsai-1.7B-mlx-2bit"},
+        "8b": {"": "prism-ml/Ternary-Bonsai-8B-mlx-2bit"},
+    },
+    "bonsai2": {
+        "27b": {"": "prism-ml/Ternary-Bonsai-2-27B-mlx-2bit"},
+        "2b": {"": "prism-ml/Ternary-Bonsai-2-2B-mlx-2bit"},
+        "4b": {"": "prism-ml/Ternary-Bonsai-2-4B-mlx-2bit"},
+        "9b": {"": "prism-ml/Ternary-Bonsai-2-9B-mlx-2bit"},
+    },
     "codestral": {"22b": "Codestral-22B-v0.1"},
     "deepseek-coder-v2": {"16b": {"4bit": "DeepSeek-Coder-V2-Lite-Instruct-4bit-mlx"}},
     "deepseek-r1": {
@@ -107,6 +119,14 @@ LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
         },
     },
     "hermes3": {"8b": {"4bit": "Hermes-3-Llama-3.1-8B-4bit"}},
+    "hermes4": {"70b": {"4bit": "lmstudio-community/Hermes-4-70B-MLX-4bit"}},
+    "holo3.1": {
+        "35b": {
+            "4bit": "pipenetwork/Holo-3.1-35B-A3B-MLX-4bit",
+            "8bit": "pipenetwork/Holo-3.1-35B-A3B-MLX-8bit",
+        }
+    },
+    "kimi-k2.6": {"1t": {"": "Kimi-K2.6-mlx-DQ3_K_M-q8"}},
     "lfm2": {"24b": {"4bit": "lmstudio-community/LFM2-24B-A2B-MLX-4bit"}},
     "lfm2.5": {
         "2.6b": {
@@ -122,6 +142,10 @@ LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
     "llama3.1": {"8b": "Meta-Llama-3.1-8B-Instruct", "70b": "Meta-Llama-3.1-70B-Instruct"},
     "llama3.2": {"3b": "Llama-3.2-3B-Instruct", "1b": "Llama-3.2-1B-Instruct"},
     "llama3.3": {"70b": "Llama-3.3-70B-Instruct"},
+    "minicpm-v4.7": {
+        "1b": {"8bit": "MiniCPM-V-4.7-1B-8bit"},
+        "35b": {"": "MiniCPM-V-4.7-35B-A3B-mxfp4"},
+    },
     "minimax-m2.5": {"230b": {"4bit": "lmstudio-community/MiniMax-M2.5-MLX-4bit"}},
     "minimax-m2.7": {"230b": {"": "MiniMax-M2.7-4bit-mxfp4"}},
     "ministral-3": {
@@ -138,10 +162,14 @@ LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
     "mistral-small3.1": {"24b": {"4bit": "Mistral-Small-3.1-24B-Instruct-2503-4bit"}},
     "mixtral": {"8x7b": "Mixtral-8x7B-Instruct-v0.1"},
     "muse-glimmer": {"30b": "Muse-Glimmer-30B"},
+    "nanbeige4.1": {"3b": {"4bit": "Nanbeige4.1-3B-4bit"}},
     "nemotron-3-nano": {
         "30b": {"4bit": "lmstudio-community/NVIDIA-Nemotron-3-Nano-30B-A3B-MLX-4bit"}
     },
     "nemotron-3.5-lightning": {"30b": {"4bit": "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-4bit"}},
+    "north-mini-code": {
+        "1.0": {"4bit": "North-Mini-Code-1.0-4bit", "bf16": "North-Mini-Code-1.0-bf16"}
+    },
     "olmo-3": {"7b": {"4bit": "Olmo-3-7B-Instruct-4bit"}},
     "olmo2": {"7b": "OLMo-2-1124-7B-Instruct", "13b": "OLMo-2-1124-13B-Instruct"},
     "olmo3": {"7b": {"4bit": "Olmo-3-7B-Instruct-4bit"}},
@@ -219,6 +247,18 @@ LIBRARY: Mapping[str, Mapping[str, str | Mapping[str, str]]] = {
         "360m": "SmolLM2-360M-Instruct",
     },
     "smollm3": {"3b": {"4bit": "SmolLM3-3B-4bit"}},
+    "tmax": {
+        "9b": "Tmax-9B-MLX",
+        "27b": {"4bit": "Tmax-27B-MLX-4bit", "8bit": "Tmax-27B-MLX-8bit"},
+    },
+    "ui-tars": {
+        "7b": {"4bit": "UI-TARS-1.5-7B-4bit", "8bit": "UI-TARS-1.5-7B-8bit"},
+        "72b": {"4bit": "UI-TARS-72B-DPO-4bit"},
+    },
+    "vibethinker": {
+        "1.5b": {"4bit": "VibeThinker-1.5B-mlx-4bit"},
+        "3b": {"8bit": "VibeThinker-3B-8bit"},
+    },
 }
 
 
