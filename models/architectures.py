@@ -19,6 +19,7 @@ from models.checkpoint_config import (
     WHOLE_MODEL_TYPES,
     architecture_name,
     get_text_config,
+    is_draft,
     is_multimodal,
 )
 from models.gguf.layers import StoredBlocks, replace_with_gguf_layers
@@ -185,6 +186,11 @@ def _find_architecture(config: Mapping[str, Any], whole: Mapping[str, Any] | Non
     name = architecture_name(config)
     if name is None:
         raise ModelError("config.json has no model_type")
+    if is_draft(config):
+        raise ModelError(
+            f"config.json describes a draft model for speculative decoding (model_type {name!r}), "
+            "which is not supported: serve the model for which it proposes tokens"
+        )
     needs_whole = whole is not None and whole.get("model_type") in WHOLE_MODEL_TYPES
     # the name is used in an import, so its characters are restricted
     if not needs_whole and re.fullmatch(r"[a-z][a-z0-9_]*", name):

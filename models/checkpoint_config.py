@@ -58,6 +58,12 @@ ALIASES: Mapping[str, str] = {
 # needs a separate class
 WHOLE_MODEL_TYPES = frozenset({"prism_hadamard_qwen35"})
 
+# the classes and the model types of draft models
+_DRAFT = re.compile(
+    r"Eagle3?$|^Eagle3?[A-Z]\w*ForCausalLM$|DFlash|Draft|MTP|Assistant"
+    r"|^eagle3?$|_(assistant|draft|mtp)$"
+)
+
 # architectures that compute hidden states only (models/encoder.py)
 ENCODERS = frozenset({"bert", "gemma3_encoder", "modernbert", "nomic_bert", "roberta"})
 
@@ -77,6 +83,14 @@ def architecture_name(config: Mapping[str, Any]) -> str | None:
 def is_encoder(config: Mapping[str, Any]) -> bool:
     """Returns whether the model computes hidden states only, and generates no text."""
     return architecture_name(get_text_config(config)) in ENCODERS
+
+
+def is_draft(config: Mapping[str, Any]) -> bool:
+    """Returns whether the model only proposes tokens for another one, in speculative decoding."""
+    classes = config.get("architectures")
+    names = cast("list[Any]", classes) if isinstance(classes, list) else []
+    kinds = (config.get("model_type"), *names)
+    return any(isinstance(kind, str) and _DRAFT.search(kind) is not None for kind in kinds)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

@@ -516,6 +516,19 @@ def _double_kv_heads(config: Mapping[str, Any]) -> int | None:
     return 2 * heads if type(heads) is int else None
 
 
+def _find_attention_interval(config: Mapping[str, Any]) -> int | None:
+    """Returns n if `layer_types` has full attention in every n-th layer and in no other."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or _FULL not in kinds:
+        return None
+    listed = cast("list[Any]", kinds)
+    interval = listed.index(_FULL) + 1
+    is_regular = all(
+        (kind == _FULL) == (layer % interval == 0) for layer, kind in enumerate(listed, 1)
+    )
+    return interval if is_regular else None
+
+
 # arguments of classes that are derived from other keys
 _DERIVED_KEYS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "head_dim": _find_head_dim,
@@ -525,6 +538,7 @@ _DERIVED_KEYS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "sliding_window_pattern": _find_pattern,
     "sliding_window_size": _first("sliding_window"),
     "first_k_dense_replace": _count_dense_layers,
+    "full_attention_interval": _find_attention_interval,
     "is_moe_layer": _list_expert_layers,
     "hybrid_layer_pattern": _list_windowed_layers,
     "layernorm_epsilon": _first("rms_norm_eps", "layer_norm_epsilon"),
@@ -627,10 +641,13 @@ def _find_unread_window(config: Mapping[str, Any], keys: ClassKeys) -> int | Non
     some of the layers have a window that the class does not read."""
     kinds = config.get("layer_types")
     kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else None
-    if kinds is not None and not keys.reads(*_LAYER_KINDS, "sliding_window_pattern"):
+    if kinds and not keys.reads(*_LAYER_KINDS, "sliding_window_pattern"):
         other = sorted({str(kind) for kind in kinds} - {_FULL, _SLIDING})
+        if keys.reads("full_attention_interval"):
+            if _find_attention_interval(config) != config.get("full_attention_interval"):
+                raise _ignored_error(keys, "layer_types")
         # a single other type is used by all models of the architecture
-        if other and len({str(kind) for kind in kinds}) > 1:
+        elif other and len({str(kind) for kind in kinds}) > 1:
             raise _ignored_error(keys, f"layer_types with {other[0]!r}")
     window = config.get("sliding_window")
     limit = config.get("max_position_embeddings")

@@ -37,14 +37,14 @@ class PublishedConfig:
     """The facts that the tensors of a checkpoint do not show.
 
     dtype: the type of weights for which MLX has no packing, "bfloat16" or "float16". zero_offset:
-    the difference of a zero point of GPTQ and the stored number. bits: the number of bits of packed
-    weights, if all have the same. block: the rows and columns of a block with one scale.
-    has_act_order: whether inputs may be assigned to groups in any order. has_exponent_scales:
-    whether scales are declared to be powers of two.
+    the difference of a zero point of GPTQ and the stored number; None if it is unknown. bits: the
+    number of bits of packed weights, if all have the same. block: the rows and columns of a block
+    with one scale. has_act_order: whether inputs may be assigned to groups in any order.
+    has_exponent_scales: whether scales are declared to be powers of two.
     """
 
     dtype: str
-    zero_offset: int
+    zero_offset: int | None
     bits: int | None
     block: tuple[int, int] | None
     has_act_order: bool
@@ -71,9 +71,10 @@ def read_published_config(config: Mapping[str, Any]) -> PublishedConfig:
         (group["block_structure"] for group in weights if group.get("block_structure")), None
     )
     plain = config.get("dtype") or config.get("torch_dtype")
+    offset = 0 if _gptq_layout(settings) == "gptq_v2" else 1
     return PublishedConfig(
         dtype="float16" if plain == "float16" else "bfloat16",
-        zero_offset=0 if _gptq_layout(settings) == "gptq_v2" else 1,
+        zero_offset=offset if settings.get("quant_method") else None,
         bits=next((each for each in PACKED_BITS if bits and bits == [each] * len(bits)), None),
         block=_read_block(block),
         has_act_order=bool(settings.get("desc_act")) or any(g.get("actorder") for g in weights),

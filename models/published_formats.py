@@ -268,6 +268,12 @@ def _read_gptq(module: _Module) -> _IntegerWeight:
     bits = qzeros.shape[1] * 32 // outputs
     if bits not in PACKED_BITS or qzeros.shape != (groups, outputs * bits // 32):
         raise module.error("qzeros", f"has the shape {list(qzeros.shape)}")
+    if module.settings.zero_offset is None:
+        raise module.error(
+            "qzeros",
+            "has zero points of GPTQ, which are stored in two ways: add quantization_config with "
+            "quant_method to config.json, for example from quantize_config.json",
+        )
     # a stored zero point of 2^bits - 1 means 0, as in AutoGPTQ
     zeros = _unpack(qzeros, bits) + module.settings.zero_offset
     return _IntegerWeight(

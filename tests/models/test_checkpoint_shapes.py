@@ -256,6 +256,17 @@ SHAPES: Sequence[Shape] = [
         ),
         error="quantized with 'bitsandbytes' are not supported",
     ),
+    Shape(
+        id="fp8 without scales",
+        change=lambda checkpoint: change_checkpoint(
+            checkpoint,
+            weights={
+                name: mx.to_fp8(array) if "proj" in name else array
+                for name, array in checkpoint.weights.items()
+            },
+        ),
+        error="down_proj.weight (uint8, expected floating point)",
+    ),
     # types
     Shape(id="float16", change=cast_weights(mx.float16)),
     Shape(id="bfloat16", change=cast_weights(mx.bfloat16)),
@@ -340,6 +351,33 @@ SHAPES: Sequence[Shape] = [
         id="a key is missing",
         change=configure(num_hidden_layers=None),
         error="config.json lacks num_hidden_layers",
+    ),
+    # models of other kinds
+    *(
+        Shape(
+            id=f"model_type {kind}",
+            change=configure(model_type=kind, auto_map={"AutoModel": "modeling.Model"}),
+            error=f"model_type {kind!r} is not supported, and mlx-lm does not support it either",
+        )
+        for kind in ("whisper", "t5", "clip", "mine")
+    ),
+    *(
+        Shape(
+            id=f"draft model {keys}",
+            change=configure(**keys),
+            error="config.json describes a draft model for speculative decoding (model_type",
+        )
+        for keys in (
+            {"model_type": "gemma4_assistant"},
+            {"model_type": "qwen3_5_mtp"},
+            {"architectures": ["LlamaForCausalLMEagle3"]},
+            {"architectures": ["Eagle3LlamaForCausalLM"]},
+            {"architectures": ["DFlashDraftModel"]},
+        )
+    ),
+    Shape(
+        id="architectures of other models",
+        change=configure(architectures=["Eagle2_5_VLForConditionalGeneration", None]),
     ),
     # multimodal
     Shape(

@@ -116,11 +116,15 @@ def test_published_layouts_give_the_same_model(layout: Any, tmp_path: Path) -> N
 def test_an_early_conversion_is_read_like_in_the_reference(
     others: int, bits: int, tmp_path: Path
 ) -> None:
+    check_early_conversion(CASES[0], others, bits, tmp_path)
+
+
+def check_early_conversion(case: Case, others: int, bits: int, folder: Path) -> None:
     """Early conversions quantized the joined map from latents, some with different bits. The
     reference splits it and quantizes both halves again; we take the rows of the values unchanged,
     so the test copies these rows to the reference."""
-    parity.save_reference(CASES[0], tmp_path, kind=f"affine-{others}")
-    weights = read_weights(tmp_path)
+    parity.save_reference(case, folder, kind=f"affine-{others}")
+    weights = read_weights(folder)
     for name in [name for name in weights if "embed_q" in name or "unembed_out" in name]:
         del weights[name]
     rng = np.random.default_rng(5)
@@ -132,12 +136,12 @@ def test_an_early_conversion_is_read_like_in_the_reference(
         for kind, array in zip(("weight", "scales", "biases"), parts, strict=True):
             weights[f"{path}.{kind}"] = array
             rows[layer][kind] = array.reshape(4, PLAIN + VALUES, -1)[:, PLAIN:]
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    reference: Any = load_model(tmp_path)[0]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    reference: Any = load_model(folder)[0]
     for layer, own in zip(reference.model.layers, rows, strict=True):
         layer.self_attn.unembed_out.update(own)
     np.testing.assert_allclose(
-        parity.prefill(parity.load_model(tmp_path), IDS, [9]),
+        parity.prefill(parity.load_model(folder), IDS, [9]),
         parity.prefill_reference(reference, IDS),
         atol=1e-4,
     )

@@ -16,6 +16,7 @@ from models.rotating_kv import RotatingKVCache
 from tests.models import parity
 from tests.models.architectures import Case
 from tests.models.kernel_switch import BOTH, use_kernels
+from tests.models.test_published_formats import W4A16, pack
 
 S, F = "sliding_attention", "full_attention"
 
@@ -276,6 +277,22 @@ def test_keys_and_values_of_layers_that_share_them_are_dropped() -> None:
     for name in ("k_proj.weight", "v_proj.weight", "k_proj.scales", "k_norm.weight"):
         checkpoint[f"model.layers.4.self_attn.{name}"] = mx.zeros((2, 2))
     np.testing.assert_array_equal(logits(E2B, checkpoint), logits(E2B, weights))
+
+
+def test_weights_trained_for_quantization_are_read_as_published() -> None:
+    """Google publishes them in the format of compressed-tensors, with unquantized embeddings."""
+    plain, published = dict[str, mx.array](), dict[str, mx.array]()
+    for name, array in draw_weights(E2B).items():
+        path = name.replace("model.", "model.language_model.", 1).removesuffix(".weight")
+        if "_proj" not in name or ".layers." not in name:
+            plain[name] = published[name.replace("model.", "model.language_model.", 1)] = array
+            continue
+        packed = pack("w4a16", *array.shape, seed=len(plain))
+        plain[name] = mx.array(packed.weight).astype(mx.float32)
+        published |= {f"{path}.{part}": tensor for part, tensor in packed.tensors.items()}
+    quantization = {**W4A16, "ignore": ["lm_head", "re:.*vision.*", "re:.*audio.*"]}
+    found = logits({**E2B, "quantization_config": quantization}, published)
+    np.testing.assert_allclose(found, logits(E2B, plain), atol=1e-4)
 
 
 def test_routers_are_not_quantized() -> None:

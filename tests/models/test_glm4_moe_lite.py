@@ -1,8 +1,13 @@
 """GLM-4 MoE Lite: the differences from DeepSeek V3, whose tests compare both forms of attention."""
 
+from pathlib import Path
+
+import pytest
+
 from models import deepseek_v3, glm4_moe_lite
 from tests.models.architectures import Case
 from tests.models.test_deepseek_v3 import CONFIG as DEEPSEEK
+from tests.models.test_deepseek_v3 import check_early_conversion
 
 CONFIG = {**DEEPSEEK, "model_type": "glm4_moe_lite", "routed_scaling_factor": 1.8}
 
@@ -60,3 +65,10 @@ def test_keys_that_config_json_lacks_have_the_defaults_of_glm() -> None:
     lacking = {key: value for key, value in CONFIG.items() if key not in keys}
     config = glm4_moe_lite.Config.from_dict(lacking)
     assert [getattr(config, key) for key in keys] == [1, 1, 1.8, 1, 1e6]
+
+
+@pytest.mark.parametrize(("others", "bits"), [(4, 4), (4, 8)])
+def test_an_early_conversion_is_read_like_in_the_reference(
+    others: int, bits: int, tmp_path: Path
+) -> None:
+    check_early_conversion(CASES[0], others, bits, tmp_path)

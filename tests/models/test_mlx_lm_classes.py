@@ -7,7 +7,7 @@ with it in tests/models/mlx_lm_families.py, from the configs that it saves.
 import ast
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils
 
 from models import architectures, kernels
@@ -24,6 +25,7 @@ from tests.models import parity
 from tests.models.architectures import Case, build_untrained
 from tests.models.mlx_lm_families import FAMILIES
 from tests.models.test_mlx_lm_adapter import CONFIGS, LATENT, TINY
+from tests.models.test_qwen3_5 import TEXT as QWEN3_5
 
 ROPE = {"rope_theta": 1e4, "rms_norm_eps": 1e-6}
 PLAIN = {**TINY, **ROPE}
@@ -389,3 +391,69 @@ def test_a_tied_embedding_is_used_like_an_output_layer(
     np.testing.assert_array_equal(
         parity.prefill(tied, prompt, [6, 1, 2]), parity.prefill(untied, prompt, [6, 1, 2])
     )
+
+
+MLP = ("gate", "up", "down")
+PRISM = "prism_hadamard_qwen35"
+PACKED = ("lm_head", *(f"model.layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in MLP))
+
+
+def draw_packed(name: str, array: mx.array, rng: np.random.Generator) -> mx.array:
+    if array.dtype == mx.uint32:
+        return mx.array(rng.integers(0, 2**32, array.shape, dtype=np.uint32))
+    if name.endswith(".signs"):
+        return mx.array(np.where(rng.random(array.shape) < 0.5, -1, 1).astype(np.float32))
+    if name.endswith((".scales", ".biases")):
+        sign = 1 if name.endswith(".scales") else -1
+        return mx.array((sign * (0.01 + 0.05 * rng.random(array.shape))).astype(np.float16))
+    noise = mx.array(rng.standard_normal(array.shape).astype(np.float32))
+    return noise / array.shape[-1] ** 0.5 if array.ndim > 1 else 1 + noise / 9
+
+
+@pytest.mark.parametrize(
+    ("layers", "packed", "tolerance"),
+    [
+        (["linear_attention", "full_attention"], PACKED, parity.TOLERANCE_OF_DELTAS),
+        # a packed embedding has activations of float16
+        (None, (*PACKED, "model.embed_tokens"), 0.03),
+    ],
+)
+def test_bonsai_2_runs_through_the_class_of_the_whole_model(
+    layers: Any, packed: Sequence[str], tolerance: float
+) -> None:
+    """Its text part has the model type of Qwen3.5, and packed weights that this one lacks."""
+    text = {**QWEN3_5, "hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 512}
+    text |= {"full_attention_interval": 2, "layer_types": layers, "tie_word_embeddings": False}
+    config = {
+        "model_type": PRISM,
+        "schema_version": 2,
+        "tensor_namespace": "mlx-vlm-qwen3_5",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [
+            {"path": path, "embedding": "embed" in path, "block": 512, "dtype": "float16"}
+            for path in packed
+        ],
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+    }
+    module = importlib.import_module(f"mlx_lm.models.{PRISM}")
+    reference = module.Model(module.ModelArgs.from_dict(config))
+    rng = np.random.default_rng(0)
+    flat: Any = tree_flatten(reference.parameters())
+    weights = {name: draw_packed(name, array, rng) for name, array in flat}
+    reference.update(tree_unflatten(list(weights.items())))
+    reference.eval()
+    ours = architectures.build(config, weights | {"vision_tower.x": mx.zeros((3,))}, vision=False)
+    apply_cpu_layout(cast(nn.Module, ours))
+    case = Case(name="packed", config=text)
+    found = parity.find_differences(reference, ours, case)
+    assert max(found.values()) < tolerance, found
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
+def test_layers_that_the_class_of_the_whole_model_computes_otherwise_are_an_error(
+    kinds: list[str],
+) -> None:
+    text = {**QWEN3_5, "layer_types": kinds * (4 // len(kinds))}
+    with pytest.raises(ModelError, match=f"sets layer_types, which mlx-lm's {PRISM} .* ignores"):
+        architectures.build({"model_type": PRISM, "text_config": text}, {})

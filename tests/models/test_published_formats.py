@@ -16,6 +16,7 @@ from models.published_formats import convert_published
 from tests.models import parity, published_weights
 from tests.models.published_weights import Pack, Packed
 from tests.models.test_llama import TINY
+from tests.rows import rows
 
 OUTPUTS, INPUTS = 48, 128
 
@@ -337,10 +338,15 @@ def test_converting_a_weight_needs_a_few_bytes_per_number(case: str, most: float
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+@rows("declared", ["config.json", "text_config", "another file"])
 @pytest.mark.parametrize(
     "case", ["awq", "gptq", "w4a16", "int8", "fp8 blocks", "nvfp4 of ModelOpt"]
 )
-def test_a_model_has_the_logits_of_the_same_model_with_plain_weights(case: str) -> None:
+def test_a_model_has_the_logits_of_the_same_model_with_plain_weights(
+    case: str, declared: str
+) -> None:
+    """Another file is, for example, hf_quant_config.json, which is not read: the tensors show the
+    format."""
     config = {**TINY, "intermediate_size": 128}
     plain: dict[str, mx.array] = {}
     published: dict[str, mx.array] = {}
@@ -355,6 +361,15 @@ def test_a_model_has_the_logits_of_the_same_model_with_plain_weights(case: str) 
         published |= {f"{path}.{part}": tensor for part, tensor in packed.tensors.items()}
     published["model.layers.0.self_attn.k_scale"] = mx.array([1.0])
     settings = {**config, "quantization_config": FORMATS[case][0]}
+    if declared == "text_config":
+        published = {f"language_model.{name}": array for name, array in published.items()}
+        settings = {"model_type": "sees", "vision_config": {}, "text_config": settings}
+    elif declared == "another file":
+        del settings["quantization_config"]
+        if case == "gptq":
+            with pytest.raises(ModelError, match=r"\.qzeros has .*: add quantization_config with"):
+                architectures.build(settings, published)
+            return
     found = architectures.build(settings, published)
     conversion = architectures.get_conversion(found)
     assert conversion is not None

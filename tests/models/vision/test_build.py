@@ -11,6 +11,7 @@ import pytest
 from models import architectures
 from models.base import ModelError
 from models.vision.tower import VisionTower
+from tests.models import parity
 from tests.models.test_llama import draw_weights as draw_text
 from tests.models.vision.reference import CASES
 from tests.models.vision.test_towers import (
@@ -21,6 +22,7 @@ from tests.models.vision.test_towers import (
     same_bits,
     tiles,
 )
+from tests.rows import rows
 
 QWEN = "qwen3_vl"
 TEXT: dict[str, Any] = {
@@ -141,18 +143,21 @@ def test_an_unknown_tensor_is_named(name: str):
         build(name, {**weights, f"{first}.surplus": mx.zeros((3,))})
 
 
+@rows("kind", ["affine-8", "mxfp8"])
 @pytest.mark.parametrize("name", CASES)
-def test_quantized_layers_are_found_by_their_scales(name: str):
+def test_quantized_layers_are_found_by_their_scales(name: str, kind: str):
     """A tower with some quantized layers gives the same output as with the dequantized weights."""
+    settings: Any = parity.KINDS[kind]
     quantized, dequantized = dict[str, mx.array](), dict[str, mx.array]()
     for key, array in draw_weights(name).items():
         if array.ndim != 2 or array.shape[-1] % 32 or not key.endswith(".weight"):
             quantized[key] = dequantized[key] = array
             continue
-        words, scales, biases = mx.quantize(array, group_size=32, bits=8)
+        parts: Any = mx.quantize(array, **settings)
         stem = key.removesuffix("weight")
-        quantized |= {key: words, f"{stem}scales": scales, f"{stem}biases": biases}
-        dequantized[key] = mx.dequantize(words, scales, biases, group_size=32, bits=8)
+        names = (key, f"{stem}scales", f"{stem}biases")
+        quantized |= dict(zip(names, parts, strict=False))
+        dequantized[key] = mx.dequantize(*parts, **settings, dtype=mx.float32)
     assert quantized.keys() != dequantized.keys()
     image = tiles(CASES[name].images[0])
     found = get_tower(name, quantized).encode(image)
