@@ -337,6 +337,13 @@ def test_a_model_gets_spare_memory_only_after_another_has_given_it_back():
     assert decided.spare_bytes == {"a": 3, "b": 0}
 
 
+def test_a_model_that_the_plan_loads_counts_before_others_get_spare_memory():
+    loaded = [loaded_model("a", 1, spare_bytes=3), loaded_model("b", 1), loaded_model("c", 1)]
+    decided = decide(load_request("d", 1), loaded=loaded, under=limits(10, shared=10))
+    assert [type(action) for action in decided.actions] == [Load]
+    assert decided.spare_bytes == {"a": 2, "b": 0, "c": 0}
+
+
 def test_a_draining_model_gives_its_spare_memory_back():
     loaded = [loaded_model("a", 3, spare_bytes=7, unload_requested=True, busy_since=1.0)]
     assert decide(loaded=loaded, under=limits(10, shared=10)).spare_bytes == {"a": 0}

@@ -28,7 +28,7 @@ from app.runners.admission import Admission
 from app.runners.thread_runner import ThreadRunner
 from app.serving.generation import Generation
 from tests import tiny
-from tests.store.shards import tensor_entry, write, write_tensors
+from tests.store.shards import tensor_entry, write
 
 SETTINGS = Settings(parallel=1)
 
@@ -120,16 +120,17 @@ def unknown_dtype(folder: Path) -> None:
 
 
 def missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
     index(folder, x="model-00001-of-00002.safetensors")
 
 
 def index_outside(folder: Path) -> None:
-    write_tensors(folder.parent / "secret.safetensors", "x")
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
     index(folder, x="../secret.safetensors")
 
 
 def index_absolute(folder: Path) -> None:
-    write_tensors(folder.parent / "secret.safetensors", "x")
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
     index(folder, x=str(folder.parent / "secret.safetensors"))
 
 
@@ -218,8 +219,8 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
         missing_shard,
         "has no model-00001-of-00002.safetensors, which model.safetensors.index.json lists",
     ),
-    (index_outside, "is not a safetensors file in the same folder"),
-    (index_absolute, "is not a safetensors file in the same folder"),
+    (index_outside, "has no .safetensors file"),
+    (index_absolute, "has no .safetensors file"),
     (symlink_loop, "model.safetensors is not a valid safetensors file: Too many levels"),
     (symlink_loop_of_the_config, "config.json cannot be read: Too many levels"),
     (dangling_link, "tokenizer.json cannot be read: it is a link to a missing file"),
