@@ -3,7 +3,7 @@ file has a pickled `Attack`.
 
 Uses sockets and the standard library only, to use little of the machine: it sends prepared bytes,
 and sleeps whenever it has used more than its share of a core. Prints one line when every thread has
-gone through its connections once, or after a second, and one with the statuses at the end.
+gone through its connections once or for a second, and one with the statuses at the end.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Timeout of one socket operation in seconds, and seconds after which the attack is under way.
+# Timeout of one socket operation in seconds, and seconds after which a thread that has gone through
+# one connection counts as started.
 PATIENCE = 30.0
 STARTUP_SECONDS = 1.0
 
@@ -68,6 +69,7 @@ class Attack:
     port: int = 0
     tls: bool = False
     hold: int = 0
+    startup: float = PATIENCE
 
 
 @dataclass
@@ -86,7 +88,7 @@ def main(path: str) -> None:
     for number in range(attack.threads):
         thread = threading.Thread(target=_run, args=(attack, state, number, start), daemon=True)
         thread.start()
-    while state.num_started < attack.threads and not _startup_is_over(start):
+    while state.num_started < attack.threads and time.monotonic() - start < attack.startup:
         time.sleep(0.01)
     print("under way", flush=True)
     sys.stdin.read()
@@ -106,7 +108,7 @@ def _run(attack: Attack, state: _State, number: int, start: float) -> None:
             _play(steps, connections[-1], state, attack, start)
         while len(connections) > attack.hold:
             connections.pop(0).close()
-        if not started and index - number >= len(attack.connections):
+        if not started and (index - number >= len(attack.connections) or _startup_is_over(start)):
             started = True
             with state.lock:
                 state.num_started += 1

@@ -4,6 +4,7 @@ import gzip
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -156,8 +157,8 @@ def test_an_endless_template_does_not_disturb_other_clients(victim: Victim, name
     body = {"model": "hostile", "messages": [{"role": "user", "content": name}]}
     reply = post(victim, CHAT, body)
     assert reply.status_code in (400, 500), reply.text
-    result = victim.attack(build_attack([(CHAT, body)], threads=4))
-    assert set(result.statuses) <= {"400", "500", "429"}
+    attack = replace(build_attack([(CHAT, body)], threads=4), startup=1.0)
+    assert set(victim.attack(attack).statuses) <= {"400", "500", "429"}
 
 
 def test_a_message_is_not_rendered_as_a_template(victim: Victim) -> None:
