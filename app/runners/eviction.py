@@ -201,13 +201,12 @@ def _divide_spare_memory(
     ready = [t for t in loaded if t.phase == "ready"]
     if limits.shared_bytes is None:
         return {t.name: 0 for t in ready}
-    free = limits.shared_bytes - sum(t.allocation for t in loaded)
     here = {t.name for t in loaded}
     request = next((r for r in requests if r.name not in here), None)
-    next_bytes = 0
-    if request is not None and request.requirement_known:
-        next_bytes = _choose_allocation(request, loaded, limits) or 0
-    free -= next_bytes
+    total = limits.shared_bytes
+    if request is not None and request.requirement_known:  # the plan may load it now
+        total -= _choose_allocation(request, loaded, limits) or 0
+    free = total - sum(t.allocation for t in loaded)
     may_grow = request is None or request.requirement_known
     sharing = [t for t in ready if t.name not in closed]
     shares = {t.name: 0 for t in loaded}
@@ -217,8 +216,7 @@ def _divide_spare_memory(
             share = min(share, max(0, t.max_bytes - t.allocation))
         shares[t.name] = share if may_grow else min(share, t.spare_bytes)
     in_use = sum(t.allocation + max(t.spare_bytes, shares[t.name]) for t in loaded)
-    in_use += next_bytes  # the plan may load it now
-    if in_use > limits.shared_bytes:  # other models must give back memory first
+    if in_use > total:  # other models must give back memory first
         shares = {t.name: min(t.spare_bytes, shares[t.name]) for t in loaded}
     return {t.name: shares[t.name] for t in ready}
 

@@ -204,8 +204,10 @@ class Preflight:
         else:
             self._task = None
             handle.requirement = need
-            total = None if need is None else self._total_bytes or need.device_budget
-            is_fixed = need is None or self._total_bytes is not None
+            total = None if need is None else self._total_bytes
+            is_fixed = need is None or total is not None
+            if need is not None and total is None:
+                total = need.device_budget
             if is_fixed or all(one.phase == "ready" for one in loaded):
                 self._result = PreflightResult(files=files, requirement=need, total_bytes=total)
             else:  # a model was unloaded during the estimate, so the free memory is uncertain
