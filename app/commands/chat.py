@@ -25,7 +25,7 @@ from app.commands.chat_commands import ChatCommands, ChatState, find_image_path
 from app.commands.chat_engine import ChatEngine
 from app.commands.client_programs import Endpoint
 from app.config.precedence import find_state_folder
-from app.core.errors import AppError
+from app.core.errors import AppError, escape_control_characters
 from app.core.terminal import print_message
 
 _PROMPT, _CONTINUATION = ">>> ", "... "
@@ -57,7 +57,8 @@ class Chat:
         """Chats until the user ends the chat, and returns the exit status. history: whether the
         lines are kept for the next chat."""
         self._state.history = history
-        print(f"{self._state.endpoint.model}: type a message, /? for help, Ctrl-D to exit.")
+        model = escape_control_characters(self._state.endpoint.model)
+        print(f"{model}: type a message, /? for help, Ctrl-D to exit.")
         with _edit_lines(self._state) as self._read_line:
             while True:
                 try:

@@ -19,7 +19,7 @@ from app.commands.servers import (
     is_loaded,
     require_server,
 )
-from app.core.errors import AppError, ErrorKind, suggest
+from app.core.errors import AppError, ErrorKind, escape_control_characters, suggest
 from app.core.settings import Settings
 from app.core.units import format_bytes, format_duration
 
@@ -69,7 +69,7 @@ def render_running_models(rows: Sequence[RunningModel], now: float) -> Iterator[
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
     for row in cells:
         padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(padded).rstrip()
+        yield escape_control_characters("  ".join(padded).rstrip())
 
 
 def _build_row(name: str, card: Mapping[str, Any], entry: Mapping[str, Any] | None) -> RunningModel:

@@ -20,7 +20,7 @@ from app.commands.chat_engine import open_own_server
 from app.commands.client_programs import Endpoint
 from app.commands.servers import send_json, stream_events
 from app.config.precedence import ResolvedConfig
-from app.core.errors import AppError, ErrorKind
+from app.core.errors import AppError, ErrorKind, escape_control_characters
 from app.core.jobs import Capacity, EndReason, Token
 from app.core.requests import Conversation, GenerateRequest, JsonSchema
 from app.core.settings import ModelSettings
@@ -68,7 +68,8 @@ class ProofCommand:
         reference = self._proof.compute_reference()
         self._progress.erase()
         if not as_json:
-            _print_lines(render_head(self._files.name, reference, self._options.seed))
+            name = escape_control_characters(self._files.name)
+            _print_lines(render_head(name, reference, self._options.seed))
         reports: list[ConditionReport] = []
         for report in self._iterate(reference):
             self._progress.erase()

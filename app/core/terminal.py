@@ -129,7 +129,7 @@ class ProgressLine:
         parts = [label]
         if done is not None:
             parts.append(f"{draw_bar(done, 1, _BAR_WIDTH)} {100 * done:3.0f} %")
-        line = " ".join([*parts, detail]).rstrip()
+        line = escape_control_characters(" ".join([*parts, detail]).rstrip())
         columns = shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
         line = line[: max(columns - 1, 1)]
         if line != self._shown:

@@ -158,3 +158,10 @@ def test_the_table_shows_states_and_times():
     assert lines[2].endswith(" (in 5 min)")
     assert lines[3] == "m     -        -          32768    loading 42 %"
     assert lines[4].endswith("stalled")
+
+
+def test_a_name_cannot_control_the_terminal():
+    row = RunningModel(
+        name="a\x1b[2J", state="ready", size=1, processor="", context_length=1, expires_at=None
+    )
+    assert list(render_running_models([row], 0.0))[1].startswith(r"a\x1b[2J ")

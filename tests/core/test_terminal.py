@@ -7,6 +7,7 @@ import pytest
 
 from app.core.terminal import (
     OutputTerminal,
+    ProgressLine,
     detect_terminal,
     draw_bar,
     erase_line,
@@ -75,6 +76,12 @@ def test_a_bar_is_filled_in_proportion(done: float, total: float, bar: str) -> N
 def test_a_line_is_erased_without_an_escape_sequence() -> None:
     assert erase_line(4) == "\r   \r"
     assert get_width(-1) == 80
+
+
+def test_a_label_cannot_control_the_terminal() -> None:
+    stream = Terminal()
+    ProgressLine(stream).show("a\x1b[2J")
+    assert stream.getvalue() == "\r" + r"a\x1b[2J"
 
 
 def test_a_message_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
