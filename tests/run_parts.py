@@ -12,6 +12,7 @@ programs used the machine (tests/conftest.py), which is not a failure.
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -59,13 +60,14 @@ class Part:
 class PartResult:
     """outcome: "passed", "FAILED" or "NOT RUN". failed, flaky: the outputs of each test, by its
     ID. void: the reasons. figures: the output of tests that compare clocks. notes: lines for the
-    reader."""
+    reader. cpu_seconds: of all processes of the part."""
 
     name: str
     outcome: str = "passed"
     passed: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     failed: dict[str, list[str]] = field(default_factory=dict)
     flaky: dict[str, list[str]] = field(default_factory=dict)
     void: dict[str, str] = field(default_factory=dict)
@@ -102,7 +104,7 @@ def run_part(
     part: Part, seconds: float, run: Run, clock: Callable[[], float] = time.monotonic
 ) -> PartResult:
     """seconds: a limit. A part that exceeds it fails."""
-    start = clock()
+    start, cpu_start = clock(), _read_cpu_seconds()
     result = PartResult(part.name)
     print(f"\n=== {part.name}: {' '.join(part.command)}", flush=True)
     if part.num_repetitions is None:
@@ -112,8 +114,14 @@ def run_part(
         status = _run_tests(part, part.num_repetitions, seconds, run, result)
     if status is None:
         result.notes.append(f"ended after its limit of {seconds / 60:.0f} minutes")
-    result.seconds = clock() - start
+    result.seconds, result.cpu_seconds = clock() - start, _read_cpu_seconds() - cpu_start
     return result
+
+
+def _read_cpu_seconds() -> float:
+    """Of all processes that this one, or one of them, has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _run_tests(
@@ -202,15 +210,19 @@ def format_report(results: Sequence[PartResult]) -> str:
                 lines += [f"\n{title}: {test} ({result.name})", *outputs]
     lines += [
         "",
-        f"{'part':<28} {'outcome':<8} {'tests':>6} {'seconds':>8} {'flaky':>6} {'void':>5}",
+        f"{'part':<28} {'outcome':<8} {'tests':>6} {'seconds':>8} {'CPU':>6} {'flaky':>6} "
+        f"{'void':>5}",
     ]
     lines += [
         f"{result.name:<28} {result.outcome:<8} {result.num_tests:>6} {result.seconds:>8.0f} "
-        f"{len(result.flaky):>6} {len(result.void):>5}"
+        f"{result.cpu_seconds:>6.0f} {len(result.flaky):>6} {len(result.void):>5}"
         for result in results
     ]
-    seconds = sum(result.seconds for result in results)
-    lines.append(f"{'all':<28} {'':<8} {sum(r.num_tests for r in results):>6} {seconds:>8.0f}")
+    seconds, cpu_seconds = (
+        sum(getattr(result, name) for result in results) for name in ("seconds", "cpu_seconds")
+    )
+    num_tests = sum(result.num_tests for result in results)
+    lines.append(f"{'all':<28} {'':<8} {num_tests:>6} {seconds:>8.0f} {cpu_seconds:>6.0f}")
     for result in results:
         lines += [f"void: {test}: {reason}" for test, reason in result.void.items()]
         lines += [

@@ -143,7 +143,7 @@ def test_a_command_that_takes_too_long_is_terminated() -> None:
 
 def test_the_report_ends_with_a_table_and_a_line_that_counts_all_tests() -> None:
     results = [
-        PartResult("make check", seconds=61.0),
+        PartResult("make check", seconds=61.0, cpu_seconds=99.0),
         PartResult("unit", passed=7, skipped=2, flaky={"a": ["first output", "alone: passed"]}),
         PartResult("slow", "FAILED", failed={"b": ["x", "y"]}, void={"c": "busy"}, notes=["why"]),
         PartResult("timing", figures={"d": "median 0.1 s\n"}),
@@ -153,9 +153,9 @@ def test_the_report_ends_with_a_table_and_a_line_that_counts_all_tests() -> None
     assert "figures: d\n    median 0.1 s" in report
     table = report.partition("part  ")[2].splitlines()
     assert [line.split() for line in table[1:4]] == [
-        ["make", "check", "passed", "0", "61", "0", "0"],
-        ["unit", "passed", "8", "0", "1", "0"],
-        ["slow", "FAILED", "1", "0", "0", "1"],
+        ["make", "check", "passed", "0", "61", "99", "0", "0"],
+        ["unit", "passed", "8", "0", "0", "1", "0"],
+        ["slow", "FAILED", "1", "0", "0", "0", "1"],
     ]
     assert {"flaky: a", "failed: b", "void: c: busy", "slow: why"} <= set(table)
     assert table[-1] == "8 passed, 1 failed, 3 skipped"
