@@ -21,9 +21,9 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import io
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -536,9 +536,10 @@ def _list_graph(outputs: Any, layers: Sequence[LayerCache]) -> Sequence[mx.array
 
 def _list_primitives(arrays: Sequence[mx.array]) -> set[str]:
     """Returns the names of the operations in the graph of arrays that are not evaluated."""
-    with tempfile.NamedTemporaryFile("r", suffix=".dot") as file:
-        mx.export_to_dot(file.name, *arrays)
-        return set(re.findall(r'label ="([^"]*)", shape=rectangle', file.read()))
+    # to the path of a file, MLX would write each line with a system call
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return set(re.findall(r'label ="([^"]*)", shape=rectangle', graph.getvalue()))
 
 
 _Forward = Callable[[mx.array, Sequence[MlxLmLayerCache], SelectPositions], mx.array]

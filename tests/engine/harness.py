@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from app.core.jobs import Ended, Job, Prefilled, PromptLogprobs, Started, Token
 from app.core.requests import EmbedJob, EmbedResult
 from app.core.sampling_params import SamplingParams
+from app.engine import memory_profile
 from app.engine.adapters import Adapters
 from app.engine.decode_slab import DEFAULT_SLAB_POLICY, SlabPolicy
 from app.engine.loop import Loop
@@ -113,9 +115,17 @@ def make_loop(
     image_cache_bytes: int | None = None,
 ) -> Loop:
     """budget: bytes for layer caches and cached prefixes."""
-    memory = profile_memory(
-        model, budget=0, weights=0, chunk=chunk, max_batch_size=running, heads=0, context=context
-    )
+    # the measured working memory is not used, so nothing has to delay the device
+    with patch.object(memory_profile, "_DELAY_SHAPE", (1, 1)):
+        memory = profile_memory(
+            model,
+            budget=0,
+            weights=0,
+            chunk=chunk,
+            max_batch_size=running,
+            heads=0,
+            context=context,
+        )
     alignment = chunk if exact else 1
     return Loop(
         model,
