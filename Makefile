@@ -12,7 +12,7 @@
 # t=tests/core
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test integration timing test-all test-durations test-device clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu openapi parity builtin screenshots transcripts wheel lock size trace clean
+.PHONY: help venv serve test integration timing test-all test-durations test-device environments clients clients-latest check check-lint check-types check-test-types check-documents fix manual bench bench-cpu openapi parity builtin screenshots transcripts wheel lock size trace clean
 
 # Set here, because shells often define HOST and PYTHON for other purposes.
 MODEL =
@@ -56,6 +56,16 @@ endef
 # $(call new_venv,folder): creates an environment with the first Python that is new enough.
 new_venv = $(call with_python,-m venv --clear $(1))
 
+# $(call install_lock,folder,lock): creates an environment without pip, and installs a lock into it.
+# About a hundred packages: uv takes seconds, pip half a minute. pip is the fallback, because it may be
+# the only one that is configured for an index.
+define install_lock
+$(call with_python,-m venv --clear --without-pip $(1))
+$(BIN)/uv pip install --quiet --python $(1)/bin/python --require-hashes --only-binary :all: -r $(2) || \
+    $(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check \
+        --no-compile $(HASHED) -r $(2)
+endef
+
 # $(call new_aider_venv,folder): creates an environment with a Python that aider supports, if there is one.
 define new_aider_venv
 @for python in $(BIN)/python $(PYTHON) python3.12 python3.11 python3; do \
@@ -95,6 +105,8 @@ test-durations: venv $(DEV) $(CLIENTS)  ## measure what each test costs, and rew
 
 test-device: venv $(DEV)  ## on a Mac or with CUDA=1: run the tests that need a GPU, and print a table of speeds
 	@$(BIN)/python -m tests.device $(ARGS)
+
+environments: venv $(DEV) $(CLIENTS) $(SMALL_MODEL) $(PROGRAMS)  ## install everything that tests use
 
 clients: venv $(DEV) $(CLIENTS) $(PROGRAMS)  ## run examples/ and coding agents against a real server: libraries, a browser, programs
 	@$(PYTEST) tests/clients -m "not gpu and not network" $(ARGS)
@@ -189,6 +201,8 @@ clean:  ## remove all generated files
 	rm -f models/kernels/*.so models/kernels/not_built.txt
 	find app benchmarks models tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# A second environment is created with the uv of the first one, if there is one.
+$(SERVE) $(DEV): export PATH := $(PATH)$(if $(filter-out .venv,$(VENV)),:$(CURDIR)/.venv/bin)
 $(SERVE): requirements/$(FLAVOR).txt
 	$(call with_python,deploy/install.py $(VENV) --only packages --editable $(CUDA_FLAG))
 	@touch $@
@@ -209,32 +223,22 @@ $(VENV)/.metadata: pyproject.toml tests/metadata.py $(SERVE)
 	@$(BIN)/python -m tests.metadata
 	@touch $@
 
-# About a hundred packages: uv takes seconds, pip half a minute. pip is the fallback, because it may be
-# the only one that is configured for an index.
 .venv-clients/.installed: requirements/clients.txt $(DEV)
-	$(call new_venv,.venv-clients)
-	$(BIN)/uv pip install --quiet --python .venv-clients/bin/python --require-hashes --only-binary :all: -r $< || \
-	    .venv-clients/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	$(call install_lock,.venv-clients,$<)
 	@touch $@
 
 .venv-agents/.installed: requirements/agents.txt $(DEV)
-	$(call new_venv,.venv-agents)
-	$(BIN)/uv pip install --quiet --python .venv-agents/bin/python --require-hashes --only-binary :all: -r $< || \
-	    .venv-agents/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	$(call install_lock,.venv-agents,$<)
 	@touch $@
 
 .venv-anthropic0/.installed: requirements/anthropic0.txt $(DEV)
-	$(call new_venv,.venv-anthropic0)
-	$(BIN)/uv pip install --quiet --python .venv-anthropic0/bin/python --require-hashes --only-binary :all: -r $< || \
-	    .venv-anthropic0/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	$(call install_lock,.venv-anthropic0,$<)
 	@touch $@
 
 # The site generator and its theme, which `make check` does not need. MkDocs with --quiet would not
 # fail on warnings.
 .venv-manual/.installed: requirements/manual.txt $(DEV)
-	$(call new_venv,.venv-manual)
-	$(BIN)/uv pip install --quiet --python .venv-manual/bin/python --require-hashes --only-binary :all: -r $< || \
-	    .venv-manual/bin/python $(INSTALL) --no-compile $(HASHED) -r $<
+	$(call install_lock,.venv-manual,$<)
 	@touch $@
 
 # The type checker's wheel contains Node and npm. Programs that npm starts find the same Node first.

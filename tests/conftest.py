@@ -119,11 +119,10 @@ def pytest_xdist_setupnodes() -> None:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
-    """One worker per core for the tier without processes. Other tests wait for processes: those of
-    the tier `integration` a third of the time, and those of coding agents more than half of it. The
-    command line may limit the number."""
+    """One worker per core for the tier without processes. Other tests wait for processes a third
+    of the time or more. The command line may limit the number."""
     num_cores = yield
-    more = {"unit": 0, "integration": 2, "programs": 3}
+    more = {"unit": 0, "integration": 2, "programs": 2}
     return num_cores + more.get(config.getoption("--tier") or "", 1)
 
 

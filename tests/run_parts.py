@@ -3,21 +3,25 @@
 Knows: the make targets, the results of pytest, and which results fail CI. Must not know: what the
 tests test. It needs only the standard library, because it runs before anything is installed.
 
-A part that runs pytest fails if a test fails in it and again in each of the part's repetitions,
-where it runs alone. A test that fails and then passes is flaky: the table at the end lists it, its
-outputs are printed, and build/flaky.json keeps it. A test that compares clocks is void if other
-programs used the machine (tests/conftest.py), which is not a failure.
+Some parts run at the same time. A part that runs pytest fails if a test fails in it and again in
+each of the part's repetitions, where it runs alone. A test that fails and then passes is flaky: the
+table at the end lists it, its outputs are printed, and build/flaky.json keeps it. A test that
+compares clocks is void if other programs used the machine (tests/conftest.py), which is not a
+failure.
 """
 
 import argparse
 import json
 import os
-import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +60,10 @@ class Part:
     python: str = ".venv/bin/python"
 
 
+# Lanes, which run at the same time. The parts of a lane run one after another.
+Stage = Sequence[Sequence[Part]]
+
+
 @dataclass
 class PartResult:
     """outcome: "passed", "FAILED" or "NOT RUN". failed, flaky: the outputs of each test, by its
@@ -79,95 +87,112 @@ class PartResult:
         return self.passed + len(self.failed) + len(self.flaky)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended. status: its exit status; None if it was terminated after its limit.
+    cpu_seconds: of its process and of all that they have started and waited for."""
+
+    status: int | None
+    cpu_seconds: float = 0.0
+
+
 class Run(Protocol):
-    """Runs a command in the root of the repository. Returns its exit status, or None if it was
-    terminated after `seconds`."""
+    """Runs a command in the root of the repository, for at most `seconds`. log: the file for its
+    output; None for this process's own."""
 
-    def __call__(self, command: Sequence[str], seconds: float) -> int | None: ...
+    def __call__(self, command: Sequence[str], seconds: float, log: Path | None) -> Ended: ...
 
 
-def run_command(command: Sequence[str], seconds: float) -> int | None:
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return None
+def run_command(command: Sequence[str], seconds: float, log: Path | None = None) -> Ended:
+    with ExitStack() as stack:
+        output = None if log is None else stack.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        has_ended, is_late = threading.Event(), threading.Event()
+
+        def limit() -> None:
+            for number, limit_seconds in (
+                (signal.SIGTERM, seconds),
+                (signal.SIGKILL, GRACE_SECONDS),
+            ):
+                if has_ended.wait(limit_seconds):
+                    return
+                is_late.set()
+                os.kill(process.pid, number)
+
+        thread = threading.Thread(target=limit)
+        thread.start()
+        # Popen's own methods do not return the CPU time
+        _, status, used = os.wait4(process.pid, 0)
+        has_ended.set()
+        thread.join()
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Ended(None if is_late.is_set() else process.returncode, used.ru_utime + used.ru_stime)
 
 
 def run_part(
-    part: Part, seconds: float, run: Run, clock: Callable[[], float] = time.monotonic
+    part: Part,
+    seconds: float,
+    run: Run,
+    clock: Callable[[], float] = time.monotonic,
+    log: Path | None = None,
 ) -> PartResult:
-    """seconds: a limit. A part that exceeds it fails."""
-    start, cpu_start = clock(), _read_cpu_seconds()
+    """Runs a part once. seconds: a limit. A part that exceeds it fails. log: the file for its
+    output."""
+    start = clock()
     result = PartResult(part.name)
-    print(f"\n=== {part.name}: {' '.join(part.command)}", flush=True)
-    if part.num_repetitions is None:
-        status = run(part.command, seconds)
-        result.outcome = "passed" if status == 0 else "FAILED"
-    else:
-        status = _run_tests(part, part.num_repetitions, seconds, run, result)
-    if status is None:
+    command = list(part.command)
+    file = FOLDER / f"{part.name}.json".replace(" ", "-")
+    if part.num_repetitions is not None:
+        file.unlink(missing_ok=True)
+        command.append(f"RESULTS={file}")
+    ended = run(command, seconds, log)
+    result.seconds, result.cpu_seconds = clock() - start, ended.cpu_seconds
+    if ended.status is None:
         result.notes.append(f"ended after its limit of {seconds / 60:.0f} minutes")
-    result.seconds, result.cpu_seconds = clock() - start, _read_cpu_seconds() - cpu_start
+    found = None
+    if part.num_repetitions is None:
+        found = Results()
+    elif (found := read_results(file)) is None:
+        result.notes.append(f"no results, exit status {ended.status}")
+    if found is not None:
+        result.passed, result.skipped = found.passed, found.skipped
+        result.void, result.figures = dict(found.void), dict(found.figures)
+        result.failed = {test: [output] for test, output in found.failures.items()}
+    # a collection or a worker that failed has a status without a failed test
+    if found is None or ended.status is None or (ended.status != 0 and not found.failures):
+        result.outcome = "FAILED"
     return result
 
 
-def _read_cpu_seconds() -> float:
-    """Of all processes that this one, or one of them, has started and waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def _run_tests(
-    part: Part, num_repetitions: int, seconds: float, run: Run, result: PartResult
-) -> int | None:
-    file = FOLDER / "results.json"
-    file.unlink(missing_ok=True)
-    status = run([*part.command, f"RESULTS={file}"], seconds)
-    results = read_results(file)
-    if results is None:
-        result.outcome = "FAILED"
-        result.notes.append(f"no results, exit status {status}")
-        return status
-    result.passed, result.skipped = results.passed, results.skipped
-    result.void, result.figures = dict(results.void), dict(results.figures)
-    if len(results.failures) > MAX_REPEATED:
-        result.notes.append(f"{len(results.failures)} tests failed, too many to repeat them alone")
-        num_repetitions = 0
-    for test, output in results.failures.items():
-        _repeat(part, test, output, num_repetitions, run, result)
-    # a collection or a worker that failed has a status without a failed test
-    if result.failed or status is None or (status != 0 and not results.failures):
-        result.outcome = "FAILED"
-    return status
-
-
-def _repeat(
-    part: Part, test: str, output: str, num_repetitions: int, run: Run, result: PartResult
+def repeat_failed(
+    part: Part, result: PartResult, run: Run, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Runs a failed test alone until it does not fail, and adds it to the result."""
-    outputs = [output]
+    """Runs each failed test of a part alone until it does not fail, and updates the result."""
+    start, num_repetitions = clock(), part.num_repetitions or 0
+    if len(result.failed) > MAX_REPEATED:
+        result.notes.append(f"{len(result.failed)} tests failed, too many to repeat them alone")
+        num_repetitions = 0
     file = FOLDER / "alone.json"
-    for _ in range(num_repetitions):
-        file.unlink(missing_ok=True)
-        # whatever its markers are
-        command = [part.python, "-m", "pytest", "-m", "", "-q", f"--results={file}", test]
-        status = run(command, ALONE_SECONDS)
-        again = read_results(file)
-        if status == 0 and again is not None:
-            if again.void:
-                result.void |= again.void
-            else:
-                result.flaky[test] = [*outputs, "alone: passed"]
-            return
-        outputs.append(_describe_failure(status, again))
-    result.failed[test] = outputs
+    for test, outputs in list(result.failed.items()):
+        for _ in range(num_repetitions):
+            file.unlink(missing_ok=True)
+            # whatever its markers are
+            command = [part.python, "-m", "pytest", "-m", "", "-q", f"--results={file}", test]
+            status = run(command, ALONE_SECONDS, None).status
+            again = read_results(file)
+            if status == 0 and again is not None:
+                del result.failed[test]
+                if again.void:
+                    result.void |= again.void
+                else:
+                    result.flaky[test] = [*outputs, "alone: passed"]
+                break
+            outputs.append(_describe_failure(status, again))
+    if result.failed:
+        result.outcome = "FAILED"
+    result.seconds += clock() - start
 
 
 def _describe_failure(status: int | None, results: Results | None) -> str:
@@ -176,29 +201,50 @@ def _describe_failure(status: int | None, results: Results | None) -> str:
     return "\n".join(results.failures.values())
 
 
-def run_parts(
-    parts: Sequence[Part],
+def run_stages(
+    stages: Sequence[Stage],
     seconds: float,
     run: Run = run_command,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[PartResult]:
-    """Runs `parts` in order within `seconds`. A part that has no time left to begin is listed and
-    fails the run: nothing is skipped silently."""
+    """Runs the stages in order within `seconds`. A part that has no time left to begin is listed
+    and fails the run: nothing is skipped silently. Failed tests are repeated when all lanes of the
+    stage have ended, because they run alone."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     end = clock() + seconds
+    output = threading.Lock()
+
+    def run_lane(number: int, lane: Sequence[Part]) -> list[PartResult]:
+        results: list[PartResult] = []
+        for part in lane:
+            log = FOLDER / f"lane-{number}.log" if number else None
+            title = f"\n=== {part.name}: {' '.join(part.command)}"
+            if log is None:
+                print(title, flush=True)
+            remaining = end - clock()
+            if remaining > 0:
+                results.append(run_part(part, remaining, run, clock, log))
+            else:
+                results.append(PartResult(part.name, "NOT RUN"))
+            if log is not None and log.exists():
+                with output:
+                    print(title, log.read_text("utf-8", "replace"), sep="\n", flush=True)
+        return results
+
     results: list[PartResult] = []
-    for part in parts:
-        remaining = end - clock()
-        if remaining > 0:
-            results.append(run_part(part, remaining, run, clock))
-        else:
-            results.append(PartResult(part.name, "NOT RUN"))
+    for stage in stages:
+        with ThreadPoolExecutor(len(stage)) as pool:
+            of_lanes = list(pool.map(run_lane, range(len(stage)), stage))
+        for lane, of_lane in zip(stage, of_lanes, strict=True):
+            for part, result in zip(lane, of_lane, strict=True):
+                repeat_failed(part, result, run, clock)
+                results.append(result)
     return results
 
 
-def format_report(results: Sequence[PartResult]) -> str:
+def format_report(results: Sequence[PartResult], seconds: float) -> str:
     """The outputs of flaky and failed tests, the figures of those that compare clocks, and a table
-    with a row for each part. The last line counts all tests."""
+    with a row for each part. The last line counts all tests. seconds: of the whole run."""
     lines: list[str] = []
     for result in results:
         for test, figures in result.figures.items():
@@ -218,9 +264,7 @@ def format_report(results: Sequence[PartResult]) -> str:
         f"{result.cpu_seconds:>6.0f} {len(result.flaky):>6} {len(result.void):>5}"
         for result in results
     ]
-    seconds, cpu_seconds = (
-        sum(getattr(result, name) for result in results) for name in ("seconds", "cpu_seconds")
-    )
+    cpu_seconds = sum(result.cpu_seconds for result in results)
     num_tests = sum(result.num_tests for result in results)
     lines.append(f"{'all':<28} {'':<8} {num_tests:>6} {seconds:>8.0f} {cpu_seconds:>6.0f}")
     for result in results:
@@ -297,37 +341,48 @@ CHECKED = " ".join(
 )
 
 
-def list_ci_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
-    """Blocking parts first, then those that report, then those that compare clocks."""
+def list_ci_stages(interpreters: Sequence[Interpreter]) -> list[Stage]:
+    """Blocking parts first. Those that report, and wait for other programs half of the time, run
+    beside the longest one. Those that compare clocks run last, with no other."""
     oldest, *others = interpreters
-    parts = [
-        # its checks run at the same time
-        Part("make check", oldest.make("check", "--jobs=2", "--output-sync")),
-        oldest.build_tests_part(
-            "make test",
-            "test",
-            1,
-            f"ARGS=--skip-unchanged {CHECKED} --costs={COSTS.relative_to(ROOT)}",
-        ),
-        oldest.build_tests_part(
-            "make integration", "integration", 1, f"ARGS=--skip-unchanged {CHECKED}"
-        ),
-    ]
+    beside: list[Part] = []
     for newest in others[-1:]:
         name = f"Python {newest.version}"
         variables = ("SOURCES=1", f"t={NEWEST}", "ARGS=-n auto")
-        parts.append(newest.build_tests_part(name, "test", 1, *variables))
-    parts += [
+        beside.append(newest.build_tests_part(name, "test", 1, *variables))
+    beside += [
         oldest.build_tests_part("coding agents", "clients", 2, "ARGS=--tier=programs -n auto"),
         oldest.build_tests_part(
             "blocks of the manual", "test", 2, "t=tests/manual", "ARGS=-n auto"
         ),
-        oldest.build_tests_part("timing", "timing", 2),
     ]
-    return parts
+    return [
+        [[Part("installation", oldest.make("environments", "--jobs=3", "--output-sync"))]],
+        # its checks run at the same time
+        [[Part("make check", oldest.make("check", "--jobs=2", "--output-sync"))]],
+        [
+            [
+                oldest.build_tests_part(
+                    "make test",
+                    "test",
+                    1,
+                    f"ARGS=--skip-unchanged {CHECKED} --costs={COSTS.relative_to(ROOT)}",
+                )
+            ]
+        ],
+        [
+            [
+                oldest.build_tests_part(
+                    "make integration", "integration", 1, f"ARGS=--skip-unchanged {CHECKED}"
+                )
+            ],
+            beside,
+        ],
+        [[oldest.build_tests_part("timing", "timing", 2)]],
+    ]
 
 
-def list_nightly_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
+def list_nightly_stages(interpreters: Sequence[Interpreter]) -> list[Stage]:
     """The tests that `make test-all` runs in addition."""
     oldest, *others = interpreters
     workers = "-n auto --maxprocesses 4 --dist worksteal"
@@ -369,7 +424,7 @@ def list_nightly_parts(interpreters: Sequence[Interpreter]) -> list[Part]:
         Part("make parity", oldest.make("parity")),
         Part("chaos", [f"{oldest.environment}/bin/python", "-m", "tests.chaos", "--minutes", "5"]),
     ]
-    return parts
+    return [[[part]] for part in parts]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -382,16 +437,17 @@ def main(arguments: Sequence[str]) -> int:
         versions = _read_output(".ci/interpreters", "--versions").strip()
         print(f"none of Python {versions} runs here, or none can make environments")
         return 1
-    parts = list_ci_parts(interpreters)
+    stages = list_ci_stages(interpreters)
     if options.parts == "all":
-        parts += list_nightly_parts(interpreters)
+        stages += list_nightly_stages(interpreters)
     minutes = options.minutes or (85 if options.parts == "ci" else 600)
     # make's own variables of a `make test-all` around this
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         os.environ.pop(name, None)
     # files of an earlier run, which may have had more workers
     shutil.rmtree(COSTS, ignore_errors=True)
-    results = run_parts(parts, 60 * minutes)
+    start = time.monotonic()
+    results = run_stages(stages, 60 * minutes)
     for function in find_unlisted(COSTS, read_list()):
         results[0].notes.append(f"make test-durations would add {function}")
     tested = [interpreter.version for interpreter in interpreters]
@@ -400,7 +456,7 @@ def main(arguments: Sequence[str]) -> int:
     if missing:
         results[0].notes.append(f"not run, because there is no such Python: {' '.join(missing)}")
     record_flaky(results)
-    print(format_report(results), flush=True)
+    print(format_report(results, time.monotonic() - start), flush=True)
     return int(any(result.outcome != "passed" for result in results))
 
 

@@ -110,6 +110,32 @@ def test_if_uv_fails_pip_installs(
     assert line.startswith("uv failed, so pip is used (")
 
 
+@pytest.mark.parametrize("index", [{}, {"PIP_INDEX_URL": "file:///a"}], ids=["uv", "pip"])
+def test_the_uv_of_a_lock_installs_the_other_packages_unless_only_pip_has_an_index(
+    tmp_path: Path, index: dict[str, str]
+) -> None:
+    locks: list[str] = []
+    program = tmp_path / "bin/uv"
+
+    class Recorder(install.Installer):
+        def install_lock(self, lock: Path) -> None:
+            locks.append(lock.read_text("utf-8"))
+            program.parent.mkdir()
+            program.write_text("#!/bin/sh\n")
+            program.chmod(0o755)
+
+    lock = ROOT / "requirements/dev.txt"
+    installer = Recorder(environment=tmp_path, uv=None, clear=False)
+    environ = {"PIP_CONFIG_FILE": os.devnull, "XDG_CONFIG_HOME": str(tmp_path), **index}
+    found = install.add_uv(installer, lock, environ)
+    assert [re.findall("^[a-z0-9-]+==", text, re.MULTILINE) for text in locks] == [["uv=="]]
+    if index or not install.find_pip_index(environ):
+        assert found.uv == (None if index else str(program))
+    # nothing is installed if there is one
+    with_uv = Recorder(environment=tmp_path, uv="/usr/bin/uv", clear=False)
+    assert install.add_uv(with_uv, lock, environ) is with_uv
+
+
 def test_a_failed_command_reports_its_output() -> None:
     with pytest.raises(install.InstallError, match="an answer"):
         install.run(sys.executable, "-c", "print('an answer'); raise SystemExit(1)")
