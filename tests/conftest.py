@@ -9,7 +9,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.plugins import CostPlugin, ResultsPlugin
 from tests.results import VOID
 from tests.throttle import Throttle
 from tests.tiers import TIERS, is_file_outside, is_outside
-from tests.unchanged import is_unchanged
+from tests.unchanged import find_unchanged
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 NO_SHARED_DATA = "needs ../shared/data (real tokenizers, templates, models), which is missing"
@@ -35,6 +35,7 @@ TIES = pytest.StashKey[list[int]]()
 MACHINE_LOCK = pytest.StashKey[MachineLock]()
 OTHER_PROGRAMS = pytest.StashKey[OtherPrograms]()
 LISTED = pytest.StashKey[frozenset[str]]()
+UNCHANGED = pytest.StashKey[frozenset[str]]()
 
 # The share of the machine that other programs may use while a test compares clocks.
 MAX_SHARE_OF_OTHERS = 0.2
@@ -67,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skip-unchanged",
         action="store_true",
-        help="leave out tests marked emulation if kernels and sampler have not changed",
+        help="leave out tests marked recorded if what they depend on has not changed",
     )
     parser.addoption(
         "--costs", type=Path, metavar="FOLDER", help="write what each test costs to files there"
@@ -86,8 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = TIERS[tier]
         if tier == "integration":
             settings.load_profile(tier)
-    if config.getoption("--skip-unchanged") and is_unchanged():
-        config.option.markexpr = f"({config.option.markexpr}) and not emulation"
+    config.stash[UNCHANGED] = _find_unchanged(config)
     config.stash[LISTED] = frozenset(read_list())
     config.stash[TIES] = []
     config.stash[MACHINE_LOCK] = machine_lock_of_run()
@@ -99,6 +99,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ResultsPlugin(file))
     if sys.dont_write_bytecode and config.pluginmanager.hasplugin("cacheprovider"):
         _write_bytecode(config.cache.mkdir("bytecode"))
+
+
+def _find_unchanged(config: pytest.Config) -> frozenset[str]:
+    """The files whose marked tests are left out. The controller of several workers finds them."""
+    if not config.getoption("--skip-unchanged"):
+        return frozenset()
+    handed: dict[str, Any] | None = getattr(config, "workerinput", None)
+    return find_unchanged() if handed is None else frozenset(handed["unchanged"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["unchanged"] = sorted(node.config.stash[UNCHANGED])
 
 
 def _write_bytecode(folder: Path) -> None:
@@ -254,6 +267,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if find_function(item.nodeid) in config.stash[LISTED]:
             item.add_marker("integration")
+    left_out = [item for item in items if _is_left_out(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_left_out(item)]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    file = item.nodeid.partition("::")[0]
+    return file in item.config.stash[UNCHANGED] and item.get_closest_marker("recorded") is not None
 
 
 def _group_product_cases(items: Sequence[pytest.Item]) -> dict[str, list[Any]]:
@@ -324,6 +346,11 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    if left_out := config.stash[UNCHANGED]:
+        terminalreporter.write_line(
+            f"tests marked recorded of {len(left_out)} files are left out: what they depend on has "
+            "not changed since they passed (tests/unchanged.py)"
+        )
     met = config.stash[TIES]
     if met:
         terminalreporter.write_line(f"near-ties: {sum(met)} in {len(met)} compared runs")
@@ -375,6 +402,13 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return plant_code
+
+
+@pytest.fixture
+def no_early_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that call `serve` in this process, and replace the server or expect an error: it
+    would start a process for the model first."""
+    monkeypatch.setattr("app.commands.serve.spawn_early", lambda name: nullcontext())
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from app.config.precedence import resolve_config
 from app.core.errors import AppError, ErrorKind
 from app.core.settings import ModelSettings, Settings
 
+pytestmark = pytest.mark.usefixtures("no_early_process")
+
 
 @pytest.fixture
 def serve_calls(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:

@@ -1,4 +1,4 @@
-"""The digest covers the files that the tests marked `emulation` depend on, and no others."""
+"""A digest covers the files that the marked tests of a file depend on, and no others."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import unchanged
+from tests import conftest, unchanged
 
 FILES = {
     "models/llama.py": "from models import layers\n",
@@ -16,6 +16,9 @@ FILES = {
     "models/builtin/config.json": "{}",
     "app/engine/sampling/draw.py": "from app.core import sampling_params\n",
     "app/engine/loop.py": "",
+    "app/engine/prefix/cache.py": "policy = import_module(f'app.engine.prefix.{name}')\n",
+    "app/engine/prefix/radix.py": "from app.core import prefixes\n",
+    "app/core/prefixes.py": "",
     "app/core/sampling_params.py": "",
     "requirements/serve.txt": "mlx==0.32.4\n",
     "requirements/dev.txt": "pytest==9\n",
@@ -23,10 +26,14 @@ FILES = {
         "import pytest\nfrom tests.models import parity\n"
         f"@{unchanged.MARK}\ndef test_tiles(): pass\n"
     ),
+    "tests/engine/test_images.py": (
+        f"from app.engine.prefix import cache\npytestmark = {unchanged.MARK}\n"
+    ),
     "tests/models/kernels/driver.cpp": "int main() {}\n",
     "tests/models/parity.py": "",
     "tests/models/test_llama.py": "import pytest\n",
 }
+TILES, IMAGES = "tests/models/kernels/test_tiles.py", "tests/engine/test_images.py"
 
 
 @pytest.fixture
@@ -61,38 +68,44 @@ def edit(root: Path, how: str, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "path"),
+    ("how", "path", "tests"),
     [
-        ("change", "models/llama.py"),
-        ("change", "models/kernels/src/simd.hpp"),
-        ("change", "app/engine/sampling/draw.py"),
-        ("change", "requirements/serve.txt"),
-        ("change", "tests/models/kernels/test_tiles.py"),
-        ("change", "tests/models/kernels/driver.cpp"),
-        # these two are imported
-        ("change", "app/core/sampling_params.py"),
-        ("change", "tests/models/parity.py"),
-        ("add", "models/qwen3.py"),
-        ("add", "models/kernels/src/new/simd.cpp"),
-        ("remove", "models/llama.py"),
-        ("remove", "requirements/serve.txt"),
-        ("rename", "models/llama.py"),
+        ("change", "models/llama.py", {TILES, IMAGES}),
+        ("change", "models/kernels/src/simd.hpp", {TILES, IMAGES}),
+        ("change", "models/builtin/config.json", {TILES, IMAGES}),
+        ("change", "app/engine/sampling/draw.py", {TILES, IMAGES}),
+        ("change", "requirements/serve.txt", {TILES, IMAGES}),
+        ("change", "requirements/dev.txt", {TILES, IMAGES}),
+        ("change", "tests/models/kernels/test_tiles.py", {TILES}),
+        ("change", "tests/models/kernels/driver.cpp", {TILES}),
+        # these are imported
+        ("change", "app/core/sampling_params.py", {TILES, IMAGES}),
+        ("change", "tests/models/parity.py", {TILES}),
+        ("change", "app/engine/prefix/cache.py", {IMAGES}),
+        # by a name that is known when the program runs
+        ("change", "app/engine/prefix/radix.py", {IMAGES}),
+        ("change", "app/core/prefixes.py", {IMAGES}),
+        ("add", "app/engine/prefix/slots.py", {IMAGES}),
+        ("add", "models/qwen3.py", {TILES, IMAGES}),
+        ("add", "models/kernels/src/new/simd.cpp", {TILES, IMAGES}),
+        ("remove", "models/llama.py", {TILES, IMAGES}),
+        ("remove", "requirements/serve.txt", {TILES, IMAGES}),
+        ("rename", "models/llama.py", {TILES, IMAGES}),
     ],
 )
-def test_a_changed_added_or_removed_file_changes_the_digest(
-    root: Path, how: str, path: str
+def test_a_changed_added_or_removed_file_changes_the_digests_of_tests_that_depend_on_it(
+    root: Path, how: str, path: str, tests: set[str]
 ) -> None:
-    before = unchanged.compute_digest(root)
+    before = unchanged.compute_digests(root)
     edit(root, how, path)
-    assert unchanged.compute_digest(root) != before
+    after = unchanged.compute_digests(root)
+    assert {test for test, digest in after.items() if digest != before[test]} == tests
 
 
 @pytest.mark.parametrize(
     ("how", "path"),
     [
         ("change", "app/engine/loop.py"),
-        ("change", "requirements/dev.txt"),
-        ("change", "models/builtin/config.json"),
         ("change", "tests/models/test_llama.py"),
         ("add", "tools/builtin_model/train.py"),
         ("add", "models/__pycache__/llama.cpython-311.pyc"),
@@ -104,30 +117,32 @@ def test_a_changed_added_or_removed_file_changes_the_digest(
         ("line endings", "models/llama.py"),
     ],
 )
-def test_other_edits_do_not_change_the_digest(root: Path, how: str, path: str) -> None:
-    before = unchanged.compute_digest(root)
+def test_other_edits_change_no_digest(root: Path, how: str, path: str) -> None:
+    before = unchanged.compute_digests(root)
+    assert before.keys() == {TILES, IMAGES}
     edit(root, how, path)
-    assert unchanged.compute_digest(root) == before
+    assert unchanged.compute_digests(root) == before
 
 
-def test_the_digest_does_not_depend_on_the_folder(root: Path, tmp_path: Path) -> None:
+def test_digests_do_not_depend_on_the_folder(root: Path, tmp_path: Path) -> None:
     other = write_files(tmp_path / "somewhere" / "else")
-    assert unchanged.compute_digest(other) == unchanged.compute_digest(root)
+    assert unchanged.compute_digests(other) == unchanged.compute_digests(root)
 
 
 def test_the_tests_are_unchanged_after_they_were_recorded(root: Path) -> None:
-    assert not unchanged.is_unchanged(root)
-    (root / unchanged.RECORD).write_text('{"other-machine": "0"}')
-    assert not unchanged.is_unchanged(root)
-    unchanged.record(root)
-    assert unchanged.is_unchanged(root)
+    assert unchanged.find_unchanged(root) == set()
+    others = {"other-machine": {TILES: "0"}}
+    (root / unchanged.RECORD).write_text(json.dumps(others))
+    assert unchanged.find_unchanged(root) == set()
+    digests = unchanged.compute_digests(root)
+    unchanged.record(digests, root)
+    assert unchanged.find_unchanged(root) == {TILES, IMAGES}
     known = json.loads((root / unchanged.RECORD).read_text())
-    assert known == {
-        "other-machine": "0",
-        unchanged.find_platform(): unchanged.compute_digest(root),
-    }
+    assert known == {**others, unchanged.find_platform(): digests}
+    edit(root, "change", "app/core/prefixes.py")
+    assert unchanged.find_unchanged(root) == {TILES}
     edit(root, "change", "models/llama.py")
-    assert not unchanged.is_unchanged(root)
+    assert unchanged.find_unchanged(root) == set()
 
 
 @pytest.mark.parametrize(
@@ -145,9 +160,9 @@ def test_a_machine_with_more_instruction_sets_runs_more_tests(
     root: Path, monkeypatch: pytest.MonkeyPatch, recorded_on: str, counts: bool
 ) -> None:
     monkeypatch.setattr(unchanged, "find_platform", lambda: recorded_on)
-    unchanged.record(root)
+    unchanged.record(unchanged.compute_digests(root), root)
     monkeypatch.setattr(unchanged, "find_platform", lambda: "linux-x86_64-avx2")
-    assert unchanged.is_unchanged(root) is counts
+    assert bool(unchanged.find_unchanged(root)) is counts
 
 
 class Pytest:
@@ -173,15 +188,19 @@ def test_the_command_records_a_run_that_passed(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert unchanged.main([], root) == 0
-    assert "have not passed" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"changed    {IMAGES}\nchanged    {TILES}\n"
     run = Pytest(0)
     monkeypatch.setattr(subprocess, "run", run)
     assert unchanged.main(["--record"], root) == 0
-    assert "tests/models/kernels/test_tiles.py" in run.command
-    assert "tests/models/test_llama.py" not in run.command
+    assert [word for word in run.command if word.endswith(".py")] == [IMAGES, TILES]
     capsys.readouterr()
     assert unchanged.main([], root) == 0
-    assert "have passed" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"unchanged  {IMAGES}\nunchanged  {TILES}\n"
+    # only those that depend on a change run again
+    edit(root, "change", "app/core/prefixes.py")
+    assert unchanged.main(["--record"], root) == 0
+    assert [word for word in run.command if word.endswith(".py")] == [IMAGES]
+    assert unchanged.find_unchanged(root) == {TILES, IMAGES}
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -214,15 +233,40 @@ def test_without_a_compiler_nothing_is_recorded(
 
 def test_the_files_of_this_repository_are_found() -> None:
     """Sources and drivers of the kernels, the sampling, the tests, and nothing generated."""
-    files = set(unchanged.list_files())
-    assert files >= {
+    found = unchanged.list_dependencies()
+    sanitizers = found["tests/models/kernels/test_sanitizers.py"]
+    assert sanitizers >= {
         "models/kernels/src/isa_avx512_amx.cpp",
         "app/engine/sampling/draw.py",
         "app/core/sampling_params.py",
         "tests/models/kernels/amx_emulator.hpp",
         "tests/models/kernels/test_sanitizers.py",
-        "tests/models/parity.py",
         "requirements/serve.txt",
     }
-    assert "tests/unchanged.py" not in files
-    assert not [path for path in files if path.endswith(".so") or "builtin" in path]
+    assert "app/engine/loop.py" not in sanitizers
+    assert {"app/engine/loop.py", "app/engine/prefix/radix.py"} <= found[IMAGES]
+    for paths in found.values():
+        assert "tests/unchanged.py" not in paths
+        assert not [path for path in paths if path.endswith((".so", ".pyc"))]
+
+
+def test_a_marked_file_that_is_unchanged_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of two marked files, one is unchanged. pytest runs in this process, as in a worker."""
+    other = "tests/models/test_gpu_layout.py"
+    collected: list[str] = []
+
+    class Plugin:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            collected.extend(item.nodeid.partition("::")[0] for item in session.items)
+
+    monkeypatch.setattr(conftest, "find_unchanged", lambda: frozenset({TILES}))
+    arguments = [TILES, other, "--collect-only", "-q", "-p", "no:cacheprovider"]
+    with monkeypatch.context() as patch:
+        patch.delenv("PYTEST_XDIST_WORKER", raising=False)
+        for options, files in ((["--skip-unchanged"], {other}), ([], {TILES, other})):
+            collected.clear()
+            pytest.main([*arguments, *options, "-m", "recorded"], [Plugin()])
+            assert set(collected) == files
+    assert "tests marked recorded of 1 files are left out" in capfd.readouterr().out

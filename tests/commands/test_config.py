@@ -47,6 +47,7 @@ INVALID_ARGUMENTS = {
 }
 
 
+@pytest.mark.usefixtures("no_early_process")
 @pytest.mark.parametrize("arguments", INVALID_ARGUMENTS.values(), ids=INVALID_ARGUMENTS)
 def test_it_rejects_the_settings_that_serve_rejects_with_the_same_message(
     arguments: list[str],

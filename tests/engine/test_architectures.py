@@ -30,7 +30,7 @@ from tests.engine.harness import assert_same, make_loop, run_schedule, token_bit
 from tests.models import parity
 from tests.models.architectures import KINDS, Case, cases, group_by_cache
 
-pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
+pytestmark = [pytest.mark.no_cover, pytest.mark.recorded]  # a matrix: see tests/conftest.py
 
 # multi_user slots extend and trim caches as single does, and also lend copies
 POLICIES = ("single", "multi_user", "radix")

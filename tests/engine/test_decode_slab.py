@@ -39,6 +39,8 @@ from tests.engine.harness import (
 from tests.engine.test_preemption import footprint
 from tests.models.kernel_switch import BOTH, use_kernels
 
+pytestmark = pytest.mark.recorded
+
 LIMITS = SlabPolicy()
 Lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=9)
 

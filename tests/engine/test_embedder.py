@@ -35,6 +35,8 @@ from tests.engine.harness import (
 from tests.models import parity, test_mlx_lm_adapter
 from tests.models.architectures import Case, cases, mark_by_cache
 
+pytestmark = pytest.mark.recorded
+
 HIDDEN: Any = np.random.default_rng(0).standard_normal((3, 7, 5)).astype(np.float32)
 LENGTHS = (7, 1, 4)
 

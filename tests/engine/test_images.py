@@ -40,6 +40,8 @@ from tests.engine.images import (
     picture,
 )
 
+pytestmark = pytest.mark.recorded
+
 NONE = frozenset[int]()
 CAT, DOG, BIRD = picture(1), picture(2, 3, 3), picture(3, 1, 5)
 PICTURES = (CAT, DOG, BIRD)

@@ -28,7 +28,7 @@ from tests.engine.harness import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.no_cover  # a matrix: see tests/conftest.py
+pytestmark = [pytest.mark.no_cover, pytest.mark.recorded]  # a matrix: see tests/conftest.py
 
 SHARED = tuple(b"a system prompt that all of them share. ")
 LENGTH = 16

@@ -22,6 +22,8 @@ from tests.engine.harness import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.recorded
+
 MODELS: dict[str, Any] = {"llama": tiny_model, "hybrid": hybrid.Model}
 NONE = frozenset[int]()
 LONG = 350

@@ -32,9 +32,12 @@ from tests.models.kernel_switch import use_kernels
 from tests.models.mlx_attention import StandInAttention
 from tests.rows import rows
 
-pytestmark = pytest.mark.skipif(
-    kernels.ops() is None, reason="our kernels take the place of a GPU's fused attention"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        kernels.ops() is None, reason="our kernels take the place of a GPU's fused attention"
+    ),
+    pytest.mark.recorded,
+]
 
 CHUNK = 512
 PLAIN: Mapping[str, Any] = {

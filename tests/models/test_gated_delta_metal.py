@@ -102,7 +102,7 @@ def make_inputs(length: int, batch: int, decay: float | None) -> dict[str, np.nd
     return inputs
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("length", "batch", "decay"), [(17, 2, None), (2 * CHUNK_LENGTH + 3, 1, None), (33, 1, -1e4)]

@@ -52,7 +52,7 @@ def report_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mx.metal, "is_available", lambda: True)
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_compiled_chain_computes_the_same(

@@ -33,6 +33,8 @@ from tests.models.image_reference import (
 )
 from tests.models.image_reference import list_images as list_tuples
 
+pytestmark = pytest.mark.recorded
+
 REFERENCE: Any = json.loads(image_reference.FILE.read_text())
 MROPE = [name for name in CASES if name.startswith("qwen")]
 TWO_WAY = ["gemma3", "gemma4-large"]

@@ -20,6 +20,8 @@ from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, build_untrained, cases
 
+pytestmark = pytest.mark.recorded
+
 PEFT: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 MLX: dict[str, Any] = {"fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 3.0}}
 QUERY = "model.layers.1.self_attn.q_proj"

@@ -27,6 +27,8 @@ from tests.models.mlx_lm_families import FAMILIES
 from tests.models.test_mlx_lm_adapter import CONFIGS, LATENT, TINY
 from tests.models.test_qwen3_5 import TEXT as QWEN3_5
 
+pytestmark = pytest.mark.recorded
+
 ROPE = {"rope_theta": 1e4, "rms_norm_eps": 1e-6}
 PLAIN = {**TINY, **ROPE}
 HEADS = {**PLAIN, "head_dim": 16}

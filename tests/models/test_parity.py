@@ -24,6 +24,8 @@ from tests.models import parity
 from tests.models.architectures import Case, cases
 from tests.models.kernel_switch import BOTH, use_kernels
 
+pytestmark = pytest.mark.recorded
+
 FIRST = {case.config["model_type"]: case.id for case in reversed(cases())}
 UNQUANTISED = [
     pytest.param(

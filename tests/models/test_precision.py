@@ -21,6 +21,8 @@ from tests.models.architectures import Case, build_untrained, cases
 from tests.models.kernel_switch import BOTH, use_kernels
 from tests.rows import rows
 
+pytestmark = pytest.mark.recorded
+
 # checkpoints have these in float32 and all other tensors in half precision
 PRECISE = ("A_log", "dt_bias", "linear_attn.norm.weight", "_correction_bias", "expert_bias")
 

@@ -25,6 +25,8 @@ from tests import tiny
 from tests.models import parity
 from tests.models.architectures import Case, cases
 
+pytestmark = pytest.mark.recorded
+
 PATIENCE = 30.0
 
 

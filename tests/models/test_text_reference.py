@@ -27,6 +27,8 @@ from models.cpu_layout import apply_cpu_layout, is_batch_invariant
 from tests.models import parity, text_reference
 from tests.models.text_reference import COLUMNS, LENGTH
 
+pytestmark = pytest.mark.recorded
+
 REFERENCE: Mapping[str, Any] = json.loads(text_reference.FILE.read_text())
 FORMATS = ("float32", "bfloat16", "8 bits", "4 bits")
 

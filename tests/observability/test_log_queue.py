@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import httpx
 import pytest
@@ -42,8 +43,9 @@ class Pipe:
         """Logs a line that fills the pipe, and waits until the thread writes it. From then on, no
         line leaves the queue until `read`."""
         self.log.info("x" * MORE_THAN_A_PIPE)
-        end = time.monotonic() + TIMEOUT
-        while not self.handler.queue.empty():
+        queue, end = self.handler.queue, time.monotonic() + TIMEOUT
+        assert isinstance(queue, SimpleQueue)
+        while not queue.empty():
             assert time.monotonic() < end
             time.sleep(0.001)
 

@@ -68,7 +68,7 @@ def draw_tokens(knobs: dict[str, Any], rows: int, turns: int) -> list[list[int]]
     return found
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @pytest.mark.parametrize("name", KNOBS)
 def test_compiled_chains_draw_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {rows: draw_tokens(KNOBS[name], rows, turns=40) for rows in (1, 2, 8)}
@@ -77,7 +77,7 @@ def test_compiled_chains_draw_the_same_tokens(name: str, monkeypatch: pytest.Mon
         assert draw_tokens(KNOBS[name], rows, turns=40) == tokens
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @pytest.mark.parametrize("most", [1, 3, 7, 15])
 def test_the_tokens_do_not_depend_on_the_candidates_per_pass(
     most: int, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +100,7 @@ def _is_compiled(value: Any) -> bool:
     return inspect.isfunction(value) and value.__qualname__ == "compile_on_gpu.<locals>.call"
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @pytest.mark.parametrize("name", CHAINS)
 def test_another_batch_is_not_compiled_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))

@@ -26,7 +26,7 @@ from tests.engine.sampling.cases import (
 )
 from tests.rows import rows
 
-pytestmark = pytest.mark.usefixtures("pipeline")
+pytestmark = [pytest.mark.usefixtures("pipeline"), pytest.mark.recorded]
 
 WIDE = 2000  # where `topk` looks at blocks
 TURNS_ALONE = 8

@@ -29,6 +29,8 @@ from tests.models.gguf.encoders import ENCODERS
 from tests.models.gguf.raw_file import gguf as raw_gguf
 from tests.models.gguf.raw_file import int_entry, text_entry
 
+pytestmark = pytest.mark.recorded
+
 # cases whose configs no published model of llama.cpp's architecture has, or for which GGUF has no
 # key: layers with a window in a Llama, experts in some layers, biases that its graphs lack, other
 # numbers of layers with a window, limits of the step of a Mamba-2 layer

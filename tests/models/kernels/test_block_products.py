@@ -192,7 +192,7 @@ print(k.isa(), digest.hexdigest())
 """
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 def test_instruction_sets_with_fused_multiply_add_give_the_same_bits() -> None:
     supported = [isa for isa in list_supported_isas() if isa != "scalar"]
     lines = {isa: run_program(isa, PROGRAM).stdout.split() for isa in supported}

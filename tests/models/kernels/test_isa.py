@@ -89,7 +89,7 @@ def test_an_instruction_set_of_other_machines_is_refused() -> None:
     )
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 def test_instruction_sets_with_fused_multiply_add_give_the_same_bits() -> None:
     """With one exception: products with bfloat16 matrices on tiles."""
     supported = [isa for isa in list_supported_isas() if isa != "scalar"]

@@ -13,7 +13,10 @@ from models import kernels
 from tests.rows import rows
 
 OPS = kernels.ops()
-pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
+pytestmark = [
+    pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}"),
+    pytest.mark.recorded,
+]
 
 # Products with bfloat16 matrices on tiles use parts of x and count denormal numbers as zero.
 BF16_ON_TILES = OPS is not None and not OPS.why_no_bf16_tiles()

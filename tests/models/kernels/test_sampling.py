@@ -422,7 +422,7 @@ print(kernels.ops().isa(), digest.hexdigest())
 """
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 def test_instruction_sets_draw_the_same_tokens() -> None:
     runs: list[subprocess.CompletedProcess[str]] = [
         run_program(isa, PROGRAM) for isa in list_supported_isas()

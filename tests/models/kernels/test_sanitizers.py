@@ -54,7 +54,7 @@ FILES = (
 EXACT = ["-std=c++20", "-ffp-contract=off", "-w"]
 
 pytestmark = [
-    pytest.mark.emulation,
+    pytest.mark.recorded,
     pytest.mark.skipif(not COMPILER, reason="no C++ compiler"),
 ]
 

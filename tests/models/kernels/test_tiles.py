@@ -261,7 +261,7 @@ def run_driver(program: Path, action: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @needs_compiler
 @pytest.mark.parametrize(
     ("action", "expected"),
@@ -282,19 +282,19 @@ def test_the_known_answer_test_finds_each_fault(
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @needs_compiler
 def test_amx_instructions_give_the_bits_of_vnni_and_release_their_tiles(tile_program: Path) -> None:
     check_equal(run_driver(tile_program, "amx"))
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @needs_compiler
 def test_amx_bf16_instructions_give_the_bits_of_the_reference(tile_program: Path) -> None:
     check_equal(run_driver(tile_program, "amx-bf16"))
 
 
-@pytest.mark.emulation
+@pytest.mark.recorded
 @needs_compiler
 @pytest.mark.parametrize("action", ["emulated", "emulated-bf16"])
 def test_emulated_instructions_give_the_same_bits(trapping_program: Path, action: str) -> None:

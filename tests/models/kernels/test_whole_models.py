@@ -33,7 +33,10 @@ from tests.models.test_precision import PRECISE
 from tests.rows import rows
 
 OPS = kernels.ops()
-pytestmark = pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}")
+pytestmark = [
+    pytest.mark.skipif(OPS is None, reason=f"no kernels: {kernels.describe().why}"),
+    pytest.mark.recorded,
+]
 
 # type of plain weights; for packed weights, the type of scales, bits, and bits of activations.
 # Keys and values have the same type, as `--kv auto` selects.

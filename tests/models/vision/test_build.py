@@ -24,6 +24,8 @@ from tests.models.vision.test_towers import (
 )
 from tests.rows import rows
 
+pytestmark = pytest.mark.recorded
+
 QWEN = "qwen3_vl"
 TEXT: dict[str, Any] = {
     "model_type": "qwen3",

@@ -22,6 +22,8 @@ from tests.models.kernel_switch import BOTH, use_kernels
 from tests.models.vision import reference
 from tests.models.vision.reference import CASES, Sizes, draw_image, draw_tensor
 
+pytestmark = pytest.mark.recorded
+
 REFERENCE: Any = json.loads(reference.FILE.read_text())
 
 # the largest difference of rows whose values are at most 14, and in proportion to larger ones
