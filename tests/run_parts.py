@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -119,9 +119,10 @@ def run_command(command: Sequence[str], seconds: float, log: Path | None = None)
                 if has_ended.wait(limit_seconds):
                     return
                 is_late.set()
-                os.kill(process.pid, number)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, number)
 
-        thread = threading.Thread(target=limit)
+        thread = threading.Thread(target=limit, daemon=True)
         thread.start()
         # Popen's own methods do not return the CPU time
         _, status, used = os.wait4(process.pid, 0)
@@ -151,12 +152,10 @@ def run_part(
     result.seconds, result.cpu_seconds = clock() - start, ended.cpu_seconds
     if ended.status is None:
         result.notes.append(f"ended after its limit of {seconds / 60:.0f} minutes")
-    found = None
-    if part.num_repetitions is None:
-        found = Results()
-    elif (found := read_results(file)) is None:
+    found = Results() if part.num_repetitions is None else read_results(file)
+    if found is None:
         result.notes.append(f"no results, exit status {ended.status}")
-    if found is not None:
+    else:
         result.passed, result.skipped = found.passed, found.skipped
         result.void, result.figures = dict(found.void), dict(found.figures)
         result.failed = {test: [output] for test, output in found.failures.items()}
@@ -217,18 +216,21 @@ def run_stages(
     def run_lane(number: int, lane: Sequence[Part]) -> list[PartResult]:
         results: list[PartResult] = []
         for part in lane:
-            log = FOLDER / f"lane-{number}.log" if number else None
-            title = f"\n=== {part.name}: {' '.join(part.command)}"
-            if log is None:
-                print(title, flush=True)
             remaining = end - clock()
-            if remaining > 0:
-                results.append(run_part(part, remaining, run, clock, log))
-            else:
+            if remaining <= 0:
                 results.append(PartResult(part.name, "NOT RUN"))
-            if log is not None and log.exists():
-                with output:
-                    print(title, log.read_text("utf-8", "replace"), sep="\n", flush=True)
+                continue
+            title = f"\n=== {part.name}: {' '.join(part.command)}"
+            if number == 0:
+                print(title, flush=True)
+                results.append(run_part(part, remaining, run, clock))
+                continue
+            # the output of two lanes would be mixed
+            log = FOLDER / f"lane-{number}.log"
+            log.write_bytes(b"")
+            results.append(run_part(part, remaining, run, clock, log))
+            with output:
+                print(title, log.read_text("utf-8", "replace"), sep="\n", flush=True)
         return results
 
     results: list[PartResult] = []
