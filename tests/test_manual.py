@@ -41,6 +41,31 @@ def test_each_page_is_in_the_navigation_once():
     assert all(Path(page).name in read("decisions/README.md") for page in decisions)
 
 
+def list_linked_pages() -> set[str]:
+    """The Markdown files outside docs/ that a page links to, directly or through others."""
+    found = {ROOT / "README.md"}
+    unread = [*DOCS.rglob("*.md"), ROOT / "README.md"]
+    while unread:
+        page = unread.pop()
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+        targets = {(page.parent / link).resolve() for link in links}
+        pages = {path / "README.md" if path.is_dir() else path for path in targets}
+        new = {path for path in pages - found if path.suffix == ".md" and path.is_file()}
+        new = {path for path in new if not path.is_relative_to(DOCS)}
+        unread += new
+        found |= new
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_each_linked_page_of_the_repository_is_in_the_navigation():
+    """Otherwise `make manual` fails."""
+    listed = list_nav(read_site()["nav"])
+    prefix = "repository/"
+    assert {page.removeprefix(prefix) for page in listed if page.startswith(prefix)} == (
+        list_linked_pages()
+    )
+
+
 def test_the_page_of_the_commands_is_current():
     assert read("commands.md") == commands_page.render(), "run `make manual`"
 
