@@ -76,7 +76,8 @@ class Submission(Protocol):
     def __aiter__(self) -> AsyncIterator[Sequence[JobUpdate]]: ...
 
     def limit_cached_tokens(self, tokens: int) -> None:
-        """Caches only the first `tokens` sampled tokens, because the client received no more."""
+        """Caches only the first `tokens` sampled tokens, because the client received no more. Those
+        that the engine has already published to other sequences stay."""
         ...
 
     def provide_images(self, images: Sequence[ImagePixels]) -> None:

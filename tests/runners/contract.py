@@ -29,6 +29,7 @@ from app.core.ports import Runner
 from app.core.requests import EmbedJob, JsonSchema
 from app.core.settings import Settings
 from app.engine.model_info import complete_config
+from app.engine.outputs import PUBLISH_EVERY
 from app.runners.thread_runner import ThreadRunner
 from models.cpu_backend import get_num_threads
 from tests import tiny, tiny_vision
@@ -170,9 +171,12 @@ def test_spare_memory_is_added_to_the_budget(use_tiny: UseRunner) -> None:
 
 
 def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(use_long: UseRunner) -> None:
+    """However far the engine is ahead of the client: it publishes tokens at intervals, and others
+    may use these, so they stay."""
     own = b"a prompt of no other test"
 
     async def body(running: Runner) -> None:
+        before = running.status().stats.generated_tokens
         sampled: list[int] = []
         async with running.submit(endless("a", own)) as submission:
             async for update in flatten(submission):
@@ -181,8 +185,10 @@ def test_limit_cached_tokens_bounds_the_cache_of_a_left_job(use_long: UseRunner)
                 if len(sampled) == 8:
                     submission.limit_cached_tokens(2)
                     break
-        prompt = bytes([*own, *(i % 256 for i in sampled)])
-        assert count_cached(await answer(running, "b", prompt)) <= len(own) + 2
+        updates = await answer(running, "b", bytes([*own, *(i % 256 for i in sampled)]))
+        generated = running.status().stats.generated_tokens - before - len(ids(updates))
+        published = generated // PUBLISH_EVERY * PUBLISH_EVERY
+        assert count_cached(updates) <= len(own) + max(2, published)
 
     use_long(body)
 
