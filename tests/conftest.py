@@ -268,10 +268,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if find_function(item.nodeid) in config.stash[LISTED]:
             item.add_marker("integration")
-    left_out = [item for item in items if _is_left_out(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _is_left_out(item)]
+    if left_out := {item for item in items if _is_left_out(item)}:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _is_left_out(item: pytest.Item) -> bool:

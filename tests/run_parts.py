@@ -211,7 +211,6 @@ def run_stages(
     stage have ended, because they run alone."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     end = clock() + seconds
-    output = threading.Lock()
 
     def run_lane(number: int, lane: Sequence[Part]) -> list[PartResult]:
         results: list[PartResult] = []
@@ -229,8 +228,7 @@ def run_stages(
             log = FOLDER / f"lane-{number}.log"
             log.write_bytes(b"")
             results.append(run_part(part, remaining, run, clock, log))
-            with output:
-                print(title, log.read_text("utf-8", "replace"), sep="\n", flush=True)
+            print(f"{title}\n{log.read_text('utf-8', 'replace')}", flush=True)
         return results
 
     results: list[PartResult] = []
